@@ -25,6 +25,7 @@ from stock_models import (
 from transformers import AutoConfig, DynamicCache
 
 from eagle31_hf.cache.speculative import SpeculativeCache
+from helpers import first_row
 
 
 @pytest.mark.parametrize(("name", "attention"), CELLS)
@@ -139,9 +140,9 @@ def test_a_stock_cache_is_taken_over_and_handed_back(name, new_tokens):
         assert_close(row_logits[-1], oracle(model, row))
     cache.commit(1)
 
-    rows = [[*row, 11] for row in rows]
-    fresh = cache.to_dynamic(model.config)
-    cache.export_into(theirs)
+    rows = [[*rows[0], 11]]
+    fresh = first_row(cache, DynamicCache(config=model.config))
+    first_row(cache, theirs)
     assert theirs.get_seq_length() == fresh.get_seq_length() == len(rows[0]) - 1
     wanted = model.generate(torch.tensor(rows), **options)
     for stock in (fresh, theirs):
@@ -155,7 +156,8 @@ def test_shared_key_value_layers_stay_empty_and_are_skipped():
     cache.keep([[0, 2]], [2])
     assert not cache.layers[1].is_initialized
     assert cache.num_bytes == 32 * 2 * (3 + 5) * 4
-    assert cache.to_dynamic(AutoConfig.for_model("llama", **COMMON)).get_seq_length() == 2
+    config = AutoConfig.for_model("llama", **COMMON)
+    assert first_row(cache, DynamicCache(config=config)).get_seq_length() == 2
 
 
 def test_a_copy_is_independent():

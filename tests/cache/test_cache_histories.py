@@ -119,7 +119,7 @@ def test_full_layers_roll_back_to_any_length():
         mirror.cache.rollback(lengths)
         mirror.rows = [row[:n] for row, n in zip(mirror.rows, lengths, strict=True)]
         mirror.check()
-    mirror.cache.crop(-2)
+    mirror.cache.rollback([len(row) - 2 for row in mirror.rows])
     mirror.rows = [row[:-2] for row in mirror.rows]
     mirror.check()
     mirror.cache.reset()

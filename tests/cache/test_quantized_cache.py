@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantized_mirror import DTYPES, PACKED, Mirror
-from transformers import LlamaConfig
+from transformers import DynamicCache, LlamaConfig
 
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.memory.activation_bytes import packed_cache_bytes, unpacked_layer_bytes
 from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.target_facts import decoder_shape
-from helpers import CONFIGS
+from helpers import CONFIGS, first_row
 
 WINDOW = 6
 
@@ -164,10 +164,10 @@ def test_a_copy_is_independent(kind: str) -> None:
 @pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_cache_survives_the_way_through_a_stock_one_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
-    one = grown(Mirror(kind, [None, None], 2, dtype=dtype), [13, 13])
-    stock = one.cache.to_dynamic(LlamaConfig(num_hidden_layers=2))
+    one = grown(Mirror(kind, [None, None], dtype=dtype), [13])
+    stock = first_row(one.cache, DynamicCache(config=LlamaConfig(num_hidden_layers=2)))
     assert stock.layers[0].keys.dtype == dtype
-    back = Mirror(kind, [None, None], 2, dtype=dtype)
+    back = Mirror(kind, [None, None], dtype=dtype)
     back.cache.load_dynamic(stock)
     back.rows = one.rows
     back.check()

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.block_reading import BlockReading
@@ -21,7 +22,7 @@ from eagle31_hf.errors import IncompatibleTargetError
 from eagle31_hf.target.binding import TargetBinding
 from eagle31_hf.target.mixers import find_mixers
 from families import recurrent_target
-from helpers import configured, oracle_drafts, random_drafter
+from helpers import configured, first_row, oracle_drafts, random_drafter
 
 FAMILIES = ("qwen3_5_text", "bamba", "lfm2", "falcon_h1")
 
@@ -156,7 +157,7 @@ def test_a_mixer_that_was_replaced_is_an_error_that_names_the_layer() -> None:
 
 def read_prompt_of_another() -> Any:
     binding = attached(recurrent_target("qwen3_5_text")).binding
-    return read_prompt(binding).to_dynamic(binding.text_config)
+    return first_row(read_prompt(binding), DynamicCache(config=binding.text_config))
 
 
 @pytest.mark.thorough(every=6)

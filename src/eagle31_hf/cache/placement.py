@@ -182,5 +182,5 @@ class Placement:
             placed = f"{self.batch_size} rows of {self.num_tokens} tokens" if self.num_tokens else "nothing"
             raise UnsupportedGenerationError(
                 f"a forward wrote {batch_size} rows of {num_tokens} tokens, but {placed} had been placed; call "
-                "`cache.place(num_tokens)` before each forward (a plain `generate` wants `cache.to_dynamic(config)`)"
+                "`cache.place(num_tokens)` before each forward"
             )

@@ -23,10 +23,10 @@ from functools import partial
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
 
-from ..errors import ConfigurationError, UnsupportedGenerationError
+from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError
 from .block_reading import WHOLE, BlockReading
-from .exchange import ExchangingCache
 from .kept_buffers import KeptBuffers
 from .layers import SlotLayer, WindowLayer
 from .masks import BlockMasks
@@ -36,12 +36,13 @@ from .slot_moves import full_moves, ring_moves
 from .spans import LayerSpans, kinds_from_config
 from .state_tape import LastNodes
 from .states import Settle, StateLayer, settle_states
+from .stock import HeldLayer, LayerStates, StateSnapshot, held_length, read_stock_layers
 
 SMALL_SLAB = 256
 """Slots a cache grows by once memory has run out."""
 
 
-class SpeculativeCache(ExchangingCache):
+class SpeculativeCache(Cache):
     """Keys and values of `B` rows, each with its own number of committed tokens.
 
     Args:
@@ -82,7 +83,8 @@ class SpeculativeCache(ExchangingCache):
         self._spans = LayerSpans.from_windows(layer_windows, layer_types, capacity, attends)
         self._placement = Placement(batch_size, min(block, capacity), self.device)
         self._masks, self._workspace = BlockMasks(self._spans, self._placement), Workspace()
-        self._ring_end, self._state_end = [0] * batch_size, [0] * batch_size
+        self._ring_end = [0] * batch_size  # one past the newest position ever written to a ring
+        self._state_end = [0] * batch_size  # the token whose states each row has
         states = num_states or [0] * len(layer_windows)
         layers = make_layers(self._spans.spans, states, self._placement, cache_type, self._workspace)
         self.attending: list[SlotLayer] = [layer for layer in layers if isinstance(layer, SlotLayer)]
@@ -136,8 +138,21 @@ class SpeculativeCache(ExchangingCache):
     # Lengths -------------------------------------------------------------------------------------------------------
 
     @property
+    def lengths(self) -> list[int]:
+        """Committed tokens per row."""
+        return list(self._placement.lengths)
+
+    @property
+    def batch_size(self) -> int:
+        return self._placement.batch_size
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Committed tokens of the longest row, whichever layer is asked."""
+        return self._placement.longest
+
+    @property
     def lengths_tensor(self) -> Tensor:
-        """The same on `device`, `(B,)`; rewritten in place where it is asked for after rows have grown."""
+        """`lengths` on `device`, `(B,)`; rewritten in place where it is asked for after rows have grown."""
         return self._placement.lengths_tensor
 
     @property
@@ -364,6 +379,13 @@ class SpeculativeCache(ExchangingCache):
         self._ring_end, self._state_end = new.copy(), new.copy()
         self._placement.set_lengths(new)
 
+    def reset(self) -> None:
+        """Empty every row; buffers stay allocated."""
+        self.rollback([0] * self.batch_size)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select_rows(beam_idx.tolist())
+
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row may repeat. Drops what is placed; the buffers are copied."""
         if not rows or not all(0 <= row < self.batch_size for row in rows):
@@ -379,3 +401,49 @@ class SpeculativeCache(ExchangingCache):
         self.offset_positions(None if offsets is None else offsets[:, rows])
         self._placement.set_batch(len(rows))
         self._placement.set_lengths([before[row] for row in rows])
+
+    # In and out ------------------------------------------------------------------------------------------------------
+
+    def load_dynamic(self, dynamic: DynamicCache, padding: Sequence[int] | None = None) -> None:
+        """Take over what a plain `generate` left in its cache.
+
+        Args:
+            dynamic: that cache.
+            padding: pads in front of each row, which are left there; default: none.
+
+        Raises:
+            UnsupportedGenerationError: its layers are of another kind (quantised, static, recurrent), its batch is
+                another, or a layer no longer holds what is needed. This cache is then empty.
+            MemoryPlanError: it is longer than `capacity`.
+        """
+        self.reset()
+        length = held_length(dynamic)
+        if length > self.capacity:
+            raise MemoryPlanError(f"got a cache of {length} tokens; this one was made for capacity={self.capacity}")
+        held = read_stock_layers(dynamic, self.batch_size)
+        self._reserve(length)
+        lengths = [length - pads for pads in padding or [0] * self.batch_size]
+        for index, content in held.items():
+            layer = self.layers[index]
+            if content.keys is not None and content.values is not None:
+                assert isinstance(layer, SlotLayer)
+                layer.load(content.keys, content.values, lengths)
+            if content.states:
+                assert isinstance(layer, StateLayer)
+                layer.load_states(content.states)
+        self._ring_end, self._state_end = lengths.copy(), lengths.copy()
+        self._placement.set_lengths(lengths)
+
+    def held_states(self) -> StateSnapshot:
+        """The states of all rows, which are of equal length, as copies."""
+        return StateSnapshot(self.lengths[0], {layer.index: layer.held_states() for layer in self.with_states})
+
+    def held_row(self, row: int) -> LayerStates:
+        """What layers hold of one row, oldest token first; views where they can be."""
+        held = {}
+        for index, layer in enumerate(self.layers):
+            keys = values = None
+            if isinstance(layer, SlotLayer) and layer.is_initialized:
+                keys, values = layer.held(self.lengths[row], row)
+            held[index] = HeldLayer(keys, values, layer.held_states(row) if isinstance(layer, StateLayer) else {})
+        return {index: layer for index, layer in held.items() if not layer.is_empty}
