@@ -93,7 +93,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_pages_are_few_and_their_words_together_too() -> None:
-    """Each topic is told once: README, ten pages, and those for who develops."""
+    """Each topic is told once: README, ten pages, and those for developers."""
     pages = [*(ROOT / "docs").glob("*.md")]
     assert len(pages) <= 10
     texts = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
