@@ -23,12 +23,14 @@ from eagle31_hf.memory.cards import Card
 from eagle31_hf.memory.drafter_facts import read_drafter
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import BETWEEN, PREFILL, VERIFY, LedgerTerm, MemorySettings, build_ledger, captures_steps
+from eagle31_hf.memory.planner import plan_memory
 from eagle31_hf.memory.state_bytes import StateShape
 from eagle31_hf.memory.storage_counter import StorageCounter
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.target.grouped_attention import attending_grouped
 from eagle31_hf.target.mixers import Mixers
+from eagle31_hf.trees.shape import DraftShape
 from families import RECURRENT_FAMILIES, SEEING_HYBRIDS, recurrent_config, recurrent_target
 from helpers import configured, oracle_drafts, random_drafter
 
@@ -173,6 +175,17 @@ def test_rounds_are_planned_as_they_are_captured(family: str, are: bool) -> None
         given = 2 * states.given_bytes(6)  # once for the length, once to move them on
         handed_out = states.num_bytes if family == "qwen3_5_text" else 0  # of LFM2 another step takes more beside them
         assert kept["recordings"] - kept_without["recordings"] == given + handed_out
+
+
+def test_a_tree_is_planned_as_the_chain_that_is_drafted() -> None:
+    plan = plan_memory(recurrent_config("qwen3_5_text"), card="24GiB", draft_tokens=4, tree_width=2)
+    assert plan.settings.shape == DraftShape(4)
+    assert plan.warnings == ()
+
+
+def test_plans_name_states_that_cannot_be_taken_back() -> None:
+    plan = plan_memory(recurrent_config("jamba"), card="24GiB")
+    assert any("decoded plainly" in warning for warning in plan.warnings)
 
 
 def test_a_model_that_does_not_run_without_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,13 +161,7 @@ def _verify_step(binding: TargetBinding) -> Step:
 
 
 def why_states_are_eager(binding: TargetBinding, *, capturing: bool) -> str:
-    """Why graphs do not serve what layers with states keep; empty where there are none, or they do.
-
-    Args:
-        capturing: graphs are captured, not compiled.
-    """
-    if not binding.has_states:
+    """Why graphs do not serve what layers with states keep; empty where there are none, or graphs are captured."""
+    if capturing or not binding.has_states:
         return ""
-    if not capturing:
-        return "its target keeps recurrent states, which graphs do not step yet"
-    return ""
+    return "its target keeps recurrent states, which graphs for a CPU do not move on"

@@ -204,8 +204,6 @@ def captured_graphs(drafter: Assistant) -> Graphs | None:
     capture = CAPTURES.get(binding.head_device.type)
     if capture is None or config.acceleration == "eager" or config.stored_cache_type != "full":
         return None
-    if why_states_are_eager(binding, capturing=True):
-        return None
     graphs = current_graphs(drafter)
     if graphs.disabled_reason or code_of_others(graphs.state, recorded=True):
         return None

@@ -13,7 +13,6 @@ import torch
 from ..cache import graph_sizes
 from ..compiled.captured import CAPTURES
 from ..compiled.graph_makers import GraphKey
-from ..compiled.verify import why_states_are_eager
 from ..decoding.kept_folder import setting_of
 from ..decoding.kept_graphs import RequestedDraft, compiling_ahead, refusal, why_unsuited
 from ..decoding.meet_graphs import meet_graphs
@@ -114,8 +113,7 @@ def warm_up_for(call: Call, requested: RequestedDraft) -> str:
     if Pair.of(drafter).ahead is not None:
         return ""
     if binding.head_device.type in CAPTURES:
-        why = why_states_are_eager(binding, capturing=True)
-        return why and f"steps are not captured: {why}"
+        return ""
     if why := why_unsuited(drafter, requested, call.processing):
         return f"steps are not compiled: {why}"
     if requested.rows > 1:
