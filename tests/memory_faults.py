@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.layers import SlotLayer
 from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.decoding import decoder, eager_round
+from eagle31_hf.decoding import decoder
+from eagle31_hf.decoding import round as rounds
 from eagle31_hf.decoding.carried_cache import CacheResume
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
-from eagle31_hf.decoding.eager_round import EagerRound
 from eagle31_hf.decoding.memory_ladder import FallbackStep
+from eagle31_hf.decoding.round import Round
 from eagle31_hf.decoding.text import Sequences
 from eagle31_hf.drafter.session import DraftSession
 from helpers import configured, drafter_of, left_padded, oracle_drafts, target_of
@@ -128,14 +129,14 @@ METHODS: dict[str, tuple[Any, str]] = {
     "draft step": (DraftSession, "step"),
     "absorb": (DraftSession, "_absorb"),
     "draft logits": (Eagle31Drafter, "draft_logits"),
-    "verify": (EagerRound, "verify"),
-    "accept": (EagerRound, "accept"),
+    "verify": (Round, "verify"),
+    "accept": (Round, "accept"),
     "read back": (decoder, "sync_accepted"),
     "first token": (SpeculativeDecoder, "choose_first"),
     "text": (Sequences, "append"),
     "stop": (Sequences, "_must_stop"),
     "time": (Sequences, "stop_if_out_of_time"),
-    "path": (eager_round, "aux_of_path"),
+    "path": (rounds, "aux_of_path"),
     "start": (CacheResume, "load"),
 }
 

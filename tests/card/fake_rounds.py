@@ -129,11 +129,11 @@ def write(counting: Counting, drafter: Eagle31Drafter, text: Text, rounds: int) 
         shape=text.shape,
         do_sample=text.do_sample,
         prefill_chunk=text.chunk,
-        graph_maker=CapturesSteps(counting.capture),
+        graph_maker=CapturesSteps(counting.capture) if text.captured else None,
     )
     written = Written()
     with drafter.binding.masked_attention():
-        decoder = SpeculativeDecoder(drafter, request, compiled=text.captured)
+        decoder = SpeculativeDecoder(drafter, request)
         decoder.prefill()
         for _ in range(rounds):
             cache = decoder.caches.target

@@ -14,18 +14,20 @@ from hypothesis import strategies as st
 
 from eagle31_hf.cache.graph_sizes import NODE_BUCKET, node_bucket, slot_bucket
 from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.compiled.captured import CAPTURES, CapturesSteps
 from eagle31_hf.compiled.draft_session import CompiledDrafting
 from eagle31_hf.compiled.graph_makers import GraphKey
 from eagle31_hf.compiled.graphs import Graphs
 from eagle31_hf.compiled.round_graphs import RoundGraph
 from eagle31_hf.compiled.verify import CompiledVerification
-from eagle31_hf.decoding.pair import Pair, current_graphs, maker_at_hand
-from eagle31_hf.decoding.round import Accepted, RoundBatch, RoundWrapper
+from eagle31_hf.decoding.accept import Accepted
+from eagle31_hf.decoding.choosing import RoundBatch
+from eagle31_hf.decoding.pair import Pair, current_graphs
 from eagle31_hf.drafting import planner
 from eagle31_hf.target.binding import TargetOutput
 from eagle31_hf.target.verify import Verification
 from eagle31_hf.trees.draft_tree import DraftTree, ancestors_from_parents
-from helpers import assert_same_or_tie, configured, left_padded, random_prompts, wrapped_rounds
+from helpers import RoundWrapper, assert_same_or_tie, configured, left_padded, random_prompts, wrapped_rounds
 
 # --- buckets ----------------------------------------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ def drafted() -> Iterator[list[tuple[DraftTree, list[int]]]]:
 
     class Keeping(RoundWrapper):
         def draft(self, batch: RoundBatch) -> DraftTree:
-            tree = super().draft(batch)
+            tree = self.inner.draft(batch)
             kept.append((tree, list(batch.live)))
             return tree
 
@@ -192,7 +194,7 @@ def sizes() -> Iterator[list[tuple[int, int]]]:
     class Counting(RoundWrapper):
         def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
             sizes.append((len(tree.tokens), len(batch.live)))
-            return super().accept(tree, verified, batch)
+            return self.inner.accept(tree, verified, batch)
 
     with wrapped_rounds(Counting):
         yield sizes
@@ -285,7 +287,8 @@ def test_a_fixed_verification_is_the_eager_one(family: str, parents: list[int], 
     cache = SpeculativeCache.from_config(
         binding.text_config, batch_size=2, capacity=128, block=32, slab=16, masks_by_type=binding.masks_by_type
     )
-    verify = CompiledVerification(binding, cache, current_graphs(drafter).made_by(maker_at_hand(drafter)), most_nodes=5)
+    graphs = current_graphs(drafter).made_by(CapturesSteps(CAPTURES["cpu"]))
+    verify = CompiledVerification(binding, cache, graphs, most_nodes=5)
     prompts = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
     above = torch.tensor([parents] * 2)
     ancestors, children = ancestors_from_parents(above, 4), max(parents[1:].count(node) for node in range(5))

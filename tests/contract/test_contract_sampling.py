@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from agreement import OWN, SEED, SHAPES, TARGETS, assert_loop_agrees, batch_of, greedy, plain_batch
 
-from eagle31_hf.decoding import eager_round
+from eagle31_hf.decoding import round as rounds
 from eagle31_hf.stats import PhaseClock, SpeculationStats
 from helpers import (
     configured,
@@ -132,8 +132,8 @@ def test_schedules_do_not_change_the_text(schedule: str, family: str, monkeypatc
 
 def test_drafts_from_the_text_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    real = eager_round.given_chain
-    monkeypatch.setattr(eager_round, "given_chain", lambda *args: given.append(args) or real(*args))
+    real = rounds.given_chain
+    monkeypatch.setattr(rounds, "given_chain", lambda *args: given.append(args) or real(*args))
     inputs = left_padded([[3, 5, 1, 9, 3, 5, 1, 9, 3, 5, 1]])
     how = {**SAMPLED["cold"], "max_new_tokens": 60}
     batch = plain_batch("llama", inputs, **how)

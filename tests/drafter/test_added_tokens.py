@@ -10,13 +10,14 @@ from transformers import LogitsProcessorList
 
 from eagle31_hf import Eagle31Drafter, plan_memory
 from eagle31_hf.configuration_eagle31 import MOST_ADDED_TOKENS, Eagle31Config
-from eagle31_hf.decoding.round import RoundBatch, RoundWrapper
+from eagle31_hf.decoding.choosing import RoundBatch
 from eagle31_hf.drafter.replay import rows_of_ids
 from eagle31_hf.errors import IncompatibleTargetError, MemoryPlanError
 from eagle31_hf.trees.draft_tree import DraftTree
 from helpers import (
     CONFIGS,
     VOCABULARY,
+    RoundWrapper,
     configured,
     left_padded,
     random_drafter,
@@ -56,7 +57,7 @@ class Watching(RoundWrapper):
         self.seen = seen
 
     def draft(self, batch: RoundBatch) -> DraftTree:
-        tree = super().draft(batch)
+        tree = self.inner.draft(batch)
         self.seen |= set(tree.tokens[:, 1:].flatten().tolist())
         return tree
 

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.decoding import decoder, drafting
+from eagle31_hf.decoding.choosing import RoundBatch
 from eagle31_hf.decoding.meet_graphs import InTurn
-from eagle31_hf.decoding.round import RoundBatch, RoundWrapper
+from eagle31_hf.decoding.round import Round
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafter import propose
 from eagle31_hf.drafting.plan import DraftPlan
@@ -50,11 +51,11 @@ KINDS = {
 }
 
 
-class Recorder(RoundWrapper):
+class Recorder(Round):
     """Notes every draft and how sure it was, and lets the target write without it."""
 
-    def __init__(self, inner):
-        super().__init__(inner)
+    def __init__(self, *made_of):
+        super().__init__(*made_of)
         self.drafts: list[list[int]] = []
         self.sure: list[list[int]] = []
 
@@ -79,15 +80,14 @@ class Recorder(RoundWrapper):
 def record(target, eagle, inputs) -> dict[str, list]:
     """`right[t]`, `sure[t]` of a draft that begins behind token `t` of the answer."""
     recorders: list[Recorder] = []
-    make = decoder.make_round
 
-    def recording(*made_of, **how):
-        recorders.append(Recorder(make(*made_of, **how)))
+    def recording(*made_of):
+        recorders.append(Recorder(*made_of))
         return recorders[-1]
 
     plan = DraftPlan(DraftShape(depth=LONGEST, min_confidence=1e-12))
     with (
-        mock.patch.object(decoder, "make_round", recording),
+        mock.patch.object(decoder, "Round", recording),
         mock.patch.object(drafting, "planner_of", return_value=InTurn(plan)),
     ):
         out = target.generate(

@@ -27,7 +27,7 @@ from transformers.models.llama import modeling_llama
 from eagle31_hf.compiled import captured, graphs
 from eagle31_hf.compiled.ahead import packages
 from eagle31_hf.compiled.captured import Recording
-from eagle31_hf.decoding.accept import Acceptor, GoingDown
+from eagle31_hf.decoding.accept import Acceptor
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.drafter import Eagle31Drafter
@@ -103,7 +103,7 @@ def test_a_repetition_penalty_where_asking_the_device_takes_time(
         self.host_sync_is_free = False
 
     monkeypatch.setattr(Acceptor, "__init__", on_a_card)
-    monkeypatch.setattr(GoingDown, "accept", failing(AssertionError("waits for every level")))
+    monkeypatch.setattr(Acceptor, "_walk_down", failing(AssertionError("waits for every level")))
     with configured(pair, acceleration="eager"):
         assert torch.equal(write(pair, 3, rows, **how), write(None, 3, rows, **how))
 

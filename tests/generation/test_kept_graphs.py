@@ -111,8 +111,8 @@ def test_switching_between_rounds_writes_the_plain_text(
 
     def step_and_switch(self: SpeculativeDecoder) -> None:
         step(self)
-        used.add(self.compiles)
-        self.use_rounds(compiled=dice.random() < 0.5)
+        used.add(self.maker is not None)
+        self.use_graphs(self.request.graph_maker if dice.random() < 0.5 else None)
 
     monkeypatch.setattr(SpeculativeDecoder, "step", step_and_switch)
     for seed in range(4):

@@ -203,7 +203,7 @@ def test_what_is_no_causal_model_is_refused() -> None:
 def test_memory_that_runs_out_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of("llama")
     alone, plain = NoDrafter(target), texts(target, None, 1, GREEDY)[0]
-    verify, failures = decoders.EagerRound.verify, iter([20, 30])
+    verify, failures = decoders.Round.verify, iter([20, 30])
     at, calls = [next(failures)], [0]
 
     def scarce(self: Any, tree: Any) -> Any:
@@ -213,7 +213,7 @@ def test_memory_that_runs_out_costs_no_token(monkeypatch: pytest.MonkeyPatch) ->
             raise torch.OutOfMemoryError("out of memory")
         return verify(self, tree)
 
-    monkeypatch.setattr(decoders.EagerRound, "verify", scarce)
+    monkeypatch.setattr(decoders.Round, "verify", scarce)
     assert torch.equal(texts(target, alone, 1, GREEDY)[0], plain)
     assert alone.stats is not None
     assert sum(alone.stats.memory_steps.values()) == 2

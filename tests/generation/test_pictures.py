@@ -15,8 +15,8 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.layers import SlotLayer
 from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.decoding.eager_round import EagerRound
 from eagle31_hf.decoding.memory_ladder import FallbackStep
+from eagle31_hf.decoding.round import Round
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import UnsupportedGenerationError
 from eagle31_hf.generation import continuation, routes
@@ -220,7 +220,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "first write": (SlotLayer, "lazy_initialization", 6),
     "absorb": (DraftSession, "_absorb", 1),
     "later absorb": (DraftSession, "_absorb", 3),
-    "verify": (EagerRound, "verify", 2),
+    "verify": (Round, "verify", 2),
     "keep": (SpeculativeCache, "keep", 3),
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle31_hf.decoding import choosing, out_of_memory
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
-from eagle31_hf.decoding.eager_round import EagerRound
+from eagle31_hf.decoding.round import Round
 from helpers import (
     configured,
     drafter_of,
@@ -159,7 +159,7 @@ def test_nothing_is_shown_twice_where_memory_runs_out(
     length = inputs["input_ids"].shape[1]
     chooses = "choose" if do_sample else "argmax"
     faults = (
-        (EagerRound, "accept"),
+        (Round, "accept"),
         (SpeculativeDecoder, "choose_first"),
         (choosing, chooses),
         (hf.TopKLogitsWarper, "__call__"),

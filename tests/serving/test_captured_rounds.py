@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled import captured, inputs
+from eagle31_hf.decoding.choosing import RoundBatch
 from eagle31_hf.decoding.pair import Pair
-from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
+from eagle31_hf.decoding.round import Round
 from eagle31_hf.demo import target_path
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.drafting import planner
@@ -22,6 +23,7 @@ from eagle31_hf.trees.draft_tree import DraftTree
 from families import recurrent_target
 from helpers import (
     CONFIGS,
+    RoundWrapper,
     configured,
     drafter_of,
     random_drafter,
@@ -187,7 +189,7 @@ class OracleRound(RoundWrapper):
         self._texts, self._wanted, self._dice = texts, wanted, torch.Generator().manual_seed(0)
 
     def draft(self, batch: RoundBatch) -> DraftTree:
-        tree = super().draft(batch)
+        tree = self.inner.draft(batch)
         tokens = tree.tokens.clone()
         for place, row in enumerate(batch.rows):
             text = self._texts[row]

@@ -1,4 +1,4 @@
-"""How the texts of a round choose their tokens: what `generate`'s batch and a server's rows both answer.
+"""The rows of a round, and how their texts choose tokens: what `generate`'s batch and a server's rows both answer.
 
 A round drafts, verifies and accepts in one way. What differs from text to text (greedy or drawn, by which processors,
 by whose noise) it asks here. Rows that choose by one rule are handled together.
@@ -8,19 +8,120 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..compiled.graph_makers import GraphMaker
+from ..drafting.plan import DraftPlan, ReadTexts
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import argmax, choose, likeliest
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
 from ..trees.host_numbers import on_device
 from ..trees.shape import DraftShape
-from .round import RoundBatch
+
+
+class Texts(ReadTexts, Protocol):
+    """The texts that rounds write, as far as rounds look into them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where their tokens belong."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end texts, behind which no drafts are wanted."""
+
+    def last_token(self, row: int) -> int:
+        """Of a text, its prompt's last one if nothing was written."""
+
+    def remaining_tokens(self, row: int) -> int:
+        """Tokens a text may still get."""
+
+    def prefix(self, row: int, drafted: Tensor) -> Tensor:
+        """Ids `(1, t)` of a text with some `drafted` ones `(n,)` behind it."""
+
+
+class Choosing(Protocol):
+    """Texts, and how they choose their tokens.
+
+    Attributes:
+        shape: the largest draft of a round; caches are made for it.
+    """
+
+    shape: DraftShape
+    stats: SpeculationStats
+
+    @property
+    def sequences(self) -> Texts:
+        """The texts."""
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether scores of the accepted nodes are kept."""
+
+    def choice_rules(self, batch: RoundBatch) -> Sequence[ChoiceRule]:
+        """The rules by which the rows choose, each row by one."""
+
+    def noise_for(self, batch: RoundBatch, count: int) -> Tensor | None:
+        """Noise `(B, count, V)` of each row's next tokens; `None` where none is drawn."""
+
+    def seen_before(self, batch: RoundBatch) -> Tensor | None:
+        """Which tokens each row has, `(B, V)`; `None` where no rule asks."""
+
+
+@dataclass(frozen=True)
+class RoundBatch:
+    """The rows of a round, as it begins.
+
+    Attributes:
+        choosing: the texts.
+        rows: which text each row of the caches is.
+        live: places in `rows` of those that need tokens; others stand still.
+        plan: what to draft; `None` where nothing can be.
+    """
+
+    choosing: Choosing
+    rows: Sequence[int]
+    live: Sequence[int]
+    plan: DraftPlan | None = None
+
+    @property
+    def sequences(self) -> Texts:
+        return self.choosing.sequences
+
+    @cached_property
+    def roots(self) -> Tensor:
+        """`(B,)` the last token of each row, brought to the device when they are read: graphs have them there."""
+        return on_device([self.sequences.last_token(row) for row in self.rows], self.sequences.device)
+
+    @property
+    def written(self) -> list[int]:
+        """New tokens of each row. One that stands still counts as far as a row that does not: nothing of its noise is
+        used, and nothing is made again for it."""
+        lengths, live = [len(self.sequences.new[row]) for row in self.rows], set(self.live)
+        first = lengths[self.live[0]] if self.live else 0
+        return [length if b in live else first for b, length in enumerate(lengths)]
+
+    @property
+    def draft_depth(self) -> int:
+        """Levels to draft: as planned, and no more than the longest row may get; the target adds a token of its own."""
+        if self.plan is None:
+            return 0
+        remaining = max(self.sequences.remaining_tokens(self.rows[b]) for b in self.live)
+        return min(self.plan.shape.depth, remaining - 1)
+
+    @cached_property
+    def rules(self) -> Sequence[ChoiceRule]:
+        """By which the rows choose, each row by one."""
+        return self.choosing.choice_rules(self)
+
+    @property
+    def only_rule(self) -> ChoiceRule | None:
+        """The rule of all rows, if they choose by one."""
+        return self.rules[0] if len(self.rules) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -34,7 +135,7 @@ class ChoiceRule:
         rows: by place in the round, which row each is to the processors.
         asked: what processors that keep state have said of prefixes, where a round may be repeated.
         ends: `(place, nodes, token)`: whether the text ends with this token after so many accepted nodes; `None`:
-            whoever writes the text cuts it.
+            it is cut when it is written.
         fails_alone: what goes wrong with such a row ends no other: where its scores are no numbers it gets the token
             `V`, which is none (`draw.likeliest`), and its processors are asked about drafts by copies alone.
     """
@@ -66,43 +167,11 @@ class ChoiceRule:
         return likeliest(scores) if self.fails_alone else argmax(scores)
 
     def keep(self, places: Sequence[int], lengths: Sequence[int], tokens: list[int]) -> list[int]:
-        """`tokens` chosen after prefixes of these lengths; those chosen before where somebody may have seen them."""
+        """`tokens` chosen after prefixes of these lengths; those chosen before where a streamer may have shown them."""
         if self.asked is None or not self.processing.in_order:
             return tokens
         rows = [self.rows[b] for b in places]
         return [self.asked.choose(*each) for each in zip(rows, lengths, tokens, strict=True)]
-
-
-class Choosing(Protocol):
-    """What rounds ask of the texts they write, beside what is in a `RoundBatch`.
-
-    Attributes:
-        shape: the largest draft of a round; caches are made for it.
-        graph_maker: where graphs come from that are not there yet, if rounds are computed by graphs; `None`: they are
-            captured or compiled at once.
-        wants_scores: somebody keeps scores of the accepted nodes.
-    """
-
-    shape: DraftShape
-    stats: SpeculationStats
-    graph_maker: GraphMaker | None
-
-    @property
-    def wants_scores(self) -> bool: ...
-
-    def choice_rules(self, batch: RoundBatch) -> Sequence[ChoiceRule]:
-        """The rules by which the rows choose, each row by one."""
-
-    def noise_for(self, batch: RoundBatch, count: int, *, behind: int = 0) -> Tensor | None:
-        """Noise `(B, count, V)` of each row's tokens, from so many behind its end on; `None` where none is drawn."""
-
-    def seen_before(self, batch: RoundBatch) -> Tensor | None:
-        """Which tokens each row has, `(B, V)`; `None` where no rule asks."""
-
-
-def only_one(rules: Sequence[ChoiceRule]) -> ChoiceRule | None:
-    """The rule of all rows, if these are no more."""
-    return rules[0] if len(rules) == 1 else None
 
 
 def warp_drafts(rules: Sequence[ChoiceRule], scores: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ size: then they stand still in it until few are left.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,51 +17,24 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..compiled.verify import why_states_are_eager
+from ..compiled.graph_makers import GraphMaker
 from ..drafter.assistant import Assistant
 from ..drafting.plan import DraftPlan, RoundState, RoundStats
 from ..sampling.draw import NOT_PLAIN, choose
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..target.binding import TargetBinding
 from ..trees.draft_tree import DraftTree
-from .accept import sync_accepted
+from .accept import Accepted, sync_accepted
 from .carried_cache import BEFORE_THE_ANSWER
-from .choosing import Choosing
-from .compiled_round import CompiledRound
-from .eager_round import EagerRound
+from .choosing import RoundBatch
 from .memory_ladder import Stage
-from .pair import last_graphs, maker_at_hand
+from .pair import last_graphs
 from .pair_caches import PairCaches
 from .prefill import ChunkedPrefill, PrefillState
 from .request import DecodingRequest
-from .round import Accepted, Round, RoundBatch, Written
+from .round import Round, Written
 
 logger = logging.getLogger(__name__)
-
-
-def make_round(
-    drafter: Assistant, caches: PairCaches, choosing: Choosing, clock: PhaseClock, *, compiled: bool
-) -> Round:
-    """Rounds over these caches, by graphs where they can be had or by eager code."""
-    if not compiled:
-        return EagerRound(drafter, caches, choosing, clock)
-    if why := _why_eager(drafter, caches, choosing):
-        choosing.stats.fall_back(why)
-        return EagerRound(drafter, caches, choosing, clock)
-    return CompiledRound(drafter, caches, choosing, clock)
-
-
-def _why_eager(drafter: Assistant, caches: PairCaches, choosing: Choosing) -> str:
-    """Why rounds over these caches are not compiled; empty if they are."""
-    if caches.target.has_states:
-        captures = (choosing.graph_maker or maker_at_hand(drafter)).exact_sizes
-        if why := why_states_are_eager(drafter.binding, capturing=captures):
-            return f"rounds are not compiled: {why}"
-        if caches.target.has_windows:
-            return "rounds are not compiled where some layers of the target keep states and others see a window"
-    if caches.drafter is not None and caches.drafter.cache.has_windows:
-        return "rounds are not compiled where the drafter sees a window of the text only"
-    return ""
 
 
 class SpeculativeDecoder:
@@ -70,27 +43,18 @@ class SpeculativeDecoder:
     Args:
         drafter: attached, or `NoDrafter`; its binding's target verifies.
         request: what to write.
-        wrap_round: put around the rounds, to look into them or to change a step.
-        compiled: compute rounds by graphs; default: as the drafter's settings say.
 
     Attributes:
         rows: which row of the texts each row of the caches is; empty once all have ended.
-        round: how rounds are computed.
-        compiles: whether by graphs; see `use_rounds`.
+        round: drafts, verifies, accepts and commits.
+        maker: where its graphs come from; `None`: it is eager code. See `use_graphs`.
         largest: the largest draft that policies are offered.
         chunk: prompt columns per target forward.
         stage: where a step is; after a failure, where it happened.
         reading: the text that was last read into the caches (prefill).
     """
 
-    def __init__(
-        self,
-        drafter: Assistant,
-        request: DecodingRequest,
-        wrap_round: Callable[[Round], Round] | None = None,
-        *,
-        compiled: bool | None = None,
-    ):
+    def __init__(self, drafter: Assistant, request: DecodingRequest):
         self.drafter, self.request = drafter, request
         self.binding: TargetBinding = drafter.binding
         self.sequences = request.sequences
@@ -100,8 +64,7 @@ class SpeculativeDecoder:
         prompt = self.sequences.prompts.shape[1] - request.start.skip  # columns still to be read
         self.chunk = min(request.prefill_chunk or prompt, prompt)
         self.reading: PrefillState | None = None
-        self.compiles = drafter.generation_config.acceleration == "compile" if compiled is None else compiled
-        self._wrap_round = wrap_round
+        self.maker = request.graph_maker
         self._streamed = [0] * len(self.rows)  # new tokens of each row of the batch that were shown
         self.round = self._rounds_over(self._new_caches(len(self.rows)))
 
@@ -109,9 +72,9 @@ class SpeculativeDecoder:
     def caches(self) -> PairCaches:
         return self.round.caches
 
-    def use_rounds(self, *, compiled: bool) -> None:
-        """Go on with graphs or without, over the same caches. Between two steps."""
-        self.compiles = compiled
+    def use_graphs(self, maker: GraphMaker | None) -> None:
+        """Go on with graphs of this maker, or without any, over the same caches. Between two steps."""
+        self.maker = maker
         self.round = self._rounds_over(self.caches)
 
     def renew_caches(self, batch_size: int, *, with_drafter: bool) -> None:
@@ -124,19 +87,18 @@ class SpeculativeDecoder:
         self.round = self._rounds_over(caches)
 
     def _rounds_over(self, caches: PairCaches) -> Round:
-        made = make_round(self.drafter, caches, self.request, self.clock, compiled=self.compiles)
-        return made if self._wrap_round is None else self._wrap_round(made)
+        return Round(self.drafter, caches, self.request, self.clock, self.maker)
 
     def _new_caches(self, batch_size: int) -> PairCaches:
         cache_type = self.request.stats.cache_type = self.drafter.generation_config.stored_cache_type
-        captures = self.compiles and (self.request.graph_maker or maker_at_hand(self.drafter)).exact_sizes
+        captures = self.maker is not None and self.maker.exact_sizes
         caches = PairCaches.make(
             self.drafter,
             self.largest,
             batch_size=batch_size,
             length=self.request.start.before_prompts + self.sequences.rules.max_length,
             chunk=self.chunk,
-            for_graphs=self.compiles,
+            for_graphs=self.maker is not None,
             exact_sizes=captures,
             cache_type=cache_type,
             device=self.sequences.prompts.device,
@@ -248,7 +210,7 @@ class SpeculativeDecoder:
         request.begin(scores.shape[-1])
         noise = request.noise_for(batch, 1)
         choice = scores.argmax(-1) if noise is None else choose(scores, noise[:, 0])
-        (rule,) = request.choice_rules(batch)
+        (rule,) = batch.rules
         lengths = [self.sequences.length(row) for row in rows]
         chosen = rule.keep(range(len(rows)), lengths, choice.tolist())
         self._collect({b: [(scores[b], logits[b])] for b in batch.live})
@@ -292,10 +254,10 @@ class SpeculativeDecoder:
         logger.warning("eagle31: %s", NOT_A_NUMBER)
         self.caches.drafter = None
         self.largest = self.largest.cut_to(0)
-        self.use_rounds(compiled=False)
+        self.use_graphs(None)
 
     def _batch(self) -> RoundBatch:
-        return RoundBatch(self.sequences, list(self.rows), self.unfinished_rows())
+        return RoundBatch(self.request, list(self.rows), self.unfinished_rows())
 
     def _plan(self, batch: RoundBatch) -> DraftPlan | None:
         """What the policy wants of this round; it is not asked where nothing can be drafted."""

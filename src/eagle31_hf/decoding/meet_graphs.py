@@ -15,6 +15,7 @@ from ..sampling.logits_processing import ScoreProcessing
 from ..trees.shape import DraftShape
 from .decoder import SpeculativeDecoder
 from .drafting import by_graphs
+from .pair import Pair
 from .request import DecodingRequest
 from .text import Sequences, StopRules
 
@@ -42,6 +43,8 @@ def meet_graphs(
 ) -> None:
     """Write a few rounds of each kind, which draft nothing, what the drafter drafts, and what was there already.
 
+    Graphs come from where the pair's are compiled ahead (`kept_graphs.compiling_ahead`).
+
     Args:
         drafter: attached; one that drafts at all, or looks drafts up.
         processing: of the texts to come, which graphs that draw tokens have built in.
@@ -62,9 +65,10 @@ def meet_graphs(
             shape=shape,
             policy=InTurn(*plans),
             do_sample=sampled,
+            graph_maker=Pair.of(drafter).ahead,
         )
         with torch.no_grad(), torch.random.fork_rng(), drafter.binding.masked_attention():
-            decoder = SpeculativeDecoder(drafter, request, compiled=True)
+            decoder = SpeculativeDecoder(drafter, request)
             decoder.prefill()
             for _ in plans:
                 if decoder.rows:

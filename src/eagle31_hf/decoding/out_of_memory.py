@@ -112,8 +112,8 @@ class RecoveringDecoder:
     def _free(self) -> None:
         """Let graphs, which own memory of their own, and workspaces go."""
         decoder = self.decoder
-        if decoder.compiles:
-            decoder.use_rounds(compiled=False)
+        if decoder.maker is not None:
+            decoder.use_graphs(None)
         pair = Pair.of(decoder.drafter)
         if pair.graphs is not None:
             pair.graphs.drop("memory ran out, steps stay eager")

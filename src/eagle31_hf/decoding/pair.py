@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from ..compiled.captured import CAPTURES, CapturesSteps
 from ..compiled.graph_makers import GraphMaker
 from ..compiled.graphs import Graphs
 from ..compiled.seen_state import ModelState
@@ -61,10 +60,3 @@ def current_graphs(drafter: Assistant, state: ModelState | None = None) -> Graph
 def last_graphs(drafter: Assistant) -> Graphs:
     """The pair's graphs that were last asked for, without another look at the weights."""
     return Pair.of(drafter).graphs or current_graphs(drafter)
-
-
-def maker_at_hand(drafter: Assistant) -> GraphMaker:
-    """Where graphs come from that are wanted now: captured where launches can be recorded, compiled elsewhere while
-    somebody compiles ahead."""
-    capture = CAPTURES.get(drafter.binding.head_device.type)
-    return Pair.of(drafter).ahead or (GraphMaker() if capture is None else CapturesSteps(capture))

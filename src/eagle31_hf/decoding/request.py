@@ -19,8 +19,7 @@ from ..stats import SpeculationStats
 from ..target.prompt_forward import PromptForward
 from ..trees.shape import DraftShape
 from .carried_cache import CacheExport, CacheResume
-from .choosing import ChoiceRule
-from .round import RoundBatch
+from .choosing import ChoiceRule, RoundBatch
 from .text import Sequences
 
 
@@ -40,8 +39,7 @@ class DecodingRequest:
         keep_scores, keep_logits: collect processed / raw scores of every written token.
         start: what the caches hold already.
         end: takes the caches of rows that have ended; `None` if nobody wants them.
-        graph_maker: where graphs come from that are not there yet, if rounds are computed by graphs; `None`: they are
-            captured or compiled at once.
+        graph_maker: where graphs come from that are not there yet; `None`: rounds are computed by eager code.
         asked: what was said of prefixes, in case that a round is repeated.
         noise: what tokens are sampled by, from the first one on; `None`: the text is greedy.
         seen: which tokens the texts have, if that is all that processors ask beside scores; `None`: they do not.
@@ -99,11 +97,9 @@ class DecodingRequest:
             ChoiceRule(range(len(batch.rows)), self.processing, self.do_sample, batch.rows, self.asked, until)
         ]  # fmt: skip
 
-    def noise_for(self, batch: RoundBatch, count: int, *, behind: int = 0) -> Tensor | None:
-        """Noise `(B, count, V)` of each row's tokens, from so many behind its end on; `None` for a greedy text."""
-        if self.noise is None:
-            return None
-        return self.noise.window(batch.rows, [written - behind for written in batch.written], count)
+    def noise_for(self, batch: RoundBatch, count: int) -> Tensor | None:
+        """Noise `(B, count, V)` of each row's next tokens; `None` for a greedy text."""
+        return None if self.noise is None else self.noise.window(batch.rows, batch.written, count)
 
     def seen_before(self, batch: RoundBatch) -> Tensor | None:
         """Which tokens each row has, `(B, V)`; `None` where nobody asks."""

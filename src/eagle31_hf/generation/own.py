@@ -58,7 +58,7 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     request = _request(call, drafts, padding, carried, stats)
     if not any(drafts.why in told for told in stats.fallbacks):  # compiling just now may have said so
         stats.fall_back(drafts.why)
-    decoder = SpeculativeDecoder(call.drafter, request, compiled=drafts.graphs is not None)
+    decoder = SpeculativeDecoder(call.drafter, request)
     recovering = RecoveringDecoder(decoder)
     with torch.no_grad(), call.drafter.binding.masked_attention(), decoder.borrowing():
         try:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from ..cache.row_pool import RowPool, resume_row
 from ..decoding.accept import sync_accepted
-from ..decoding.decoder import make_round
+from ..decoding.choosing import RoundBatch
 from ..decoding.drafting import batch_shape, planner_of
 from ..decoding.kept_graphs import captured_graphs
 from ..decoding.pair_caches import PairCaches
 from ..decoding.prefill import ChunkedPrefill, PrefillState
-from ..decoding.round import RoundBatch, Written
+from ..decoding.round import Round, Written
 from ..drafter.assistant import Assistant
 from ..drafter.draft_state import DraftState
 from ..drafter.drafter import Eagle31Drafter
@@ -69,10 +69,10 @@ class Batch:
         windows = self.session is not None and self.session.cache.has_windows
         self.graphs = None if windows else captured_graphs(drafter)
         maker = None if self.graphs is None else self.graphs.maker
-        self._rows = Rows(self.binding, shape, self.stats, maker)
+        self._rows = Rows(self.binding, shape, self.stats)
         self.texts = self._rows.texts
         self.drafts = BatchDrafts(drafter, self._rows, shape, compiled=maker is not None)
-        self.rounds = make_round(drafter, self.caches, self._rows, self.clock, compiled=maker is not None)
+        self.rounds = Round(drafter, self.caches, self._rows, self.clock, maker)
         self._reading = PairCaches.make(drafter, shape, batch_size=1, **sizes)
         self._reader = PromptReader(drafter, self._reading, self.caches, piece=prefill_chunk)
         self._parked: dict[int, list[int]] = {}  # tokens by place

@@ -18,9 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from ..compiled.graph_makers import GraphMaker
-from ..decoding.choosing import ChoiceRule
-from ..decoding.round import RoundBatch
+from ..decoding.choosing import ChoiceRule, RoundBatch
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
@@ -290,12 +288,11 @@ class Row:
 
 
 class Rows:
-    """The texts of a batch as rounds see them (`decoding.round.Texts`, `decoding.choosing.Choosing`).
+    """The texts of a batch as rounds see them (`decoding.choosing`, `Texts` and `Choosing`).
 
     Args:
         shape: the largest draft of a round.
         stats: told where drafts are made without a text's grammar.
-        graph_maker: as in `Choosing`.
 
     Attributes:
         texts: by place.
@@ -304,15 +301,17 @@ class Rows:
     wants_scores = False
     eos_ids: frozenset[int] = frozenset()  # writers see where texts end: drafts go on
 
-    def __init__(
-        self, binding: TargetBinding, shape: DraftShape, stats: SpeculationStats, graph_maker: GraphMaker | None
-    ):  # fmt: skip
+    def __init__(self, binding: TargetBinding, shape: DraftShape, stats: SpeculationStats):
         self.texts: list[Row] = []
-        self.shape, self.stats, self.graph_maker = shape, stats, graph_maker
+        self.shape, self.stats = shape, stats
         self.device = binding.input_device
         self._seen: tuple[list[Row], SeenTokens] | None = None  # of these texts
         self._scores = ScoreShape(binding.text_config.vocab_size, binding.head_device)
         self._noise = SharedNoise(*self._scores)
+
+    @property
+    def sequences(self) -> Rows:
+        return self
 
     @property
     def new(self) -> list[list[int]]:
@@ -345,12 +344,12 @@ class Rows:
         firsts = [(places, self.texts[places[0]].chooser) for places in alike.values()]
         return [ChoiceRule(places, one.processing, one.draws, rows, fails_alone=True) for places, one in firsts]
 
-    def noise_for(self, batch: RoundBatch, count: int, *, behind: int = 0) -> Tensor | None:
+    def noise_for(self, batch: RoundBatch, count: int) -> Tensor | None:
         """Of greedy rows beside drawn ones it is 1, which changes no choice."""
         choosers = [text.chooser for text in self.texts]
         if not any(chooser.draws for chooser in choosers):
             return None
-        starts = [written - behind for written in batch.written]
+        starts = batch.written
         unseeded = [place for place, chooser in enumerate(choosers) if chooser.draws and chooser.seed is None]
         shared = self._noise.window([self.texts[p] for p in unseeded], [starts[p] for p in unseeded], count)
         if len(unseeded) == len(self.texts):
