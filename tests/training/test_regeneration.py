@@ -108,6 +108,14 @@ def test_a_target_that_says_nothing_of_sampling_writes_both_ways(tmp_path: Path,
         replace(told, temperature=(-1.0,)).check()
 
 
+def test_a_file_is_no_folder_for_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.touch()
+    for out in (file, file / "run"):
+        with pytest.raises(ConfigurationError, match=r"rows\.jsonl' is a file; name a folder"):
+            TrainingSettings(target="t", prompts=("x.jsonl",), out=out).check()
+
+
 def test_contexts_that_are_too_long_are_left_out(tmp_path: Path, target, tokenizer) -> None:
     how = RegenerationSettings(temperatures=(0.0,), max_new_tokens=4, max_prompt_tokens=3)
     assert regenerate(conversations(2), target, tokenizer, tmp_path / "c.jsonl", how) == []

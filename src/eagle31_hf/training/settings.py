@@ -127,6 +127,8 @@ class TrainingSettings:
                 raise ConfigurationError(f"temperature is {temperature}; wanted 0 (greedy) or more")
         if not self.prompts:
             raise ConfigurationError("no prompts given; name a JSONL file, a folder of them or a Hub data set")
+        if file := next((path for path in (self.out, *self.out.parents) if path.is_file()), None):
+            raise ConfigurationError(f"out is {str(self.out)!r}, and {str(file)!r} is a file; name a folder")
         if self.resume and self.fresh:
             raise ConfigurationError("resume and fresh exclude each other; give one")
         if self.push is not None and not self.license:
