@@ -1,6 +1,7 @@
 """A target that holds an MTP head needs no other drafter."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,13 @@ def test_draft_rows_are_counted_on_ones_own_texts(target, tmp_path):
     assert len(drafter.draft_ids) == 64
     assert set(tokenizer(answer)["input_ids"]) <= set(drafter.draft_ids.tolist())
     assert "goes with" in error_of("mtp", target, "--out", tmp_path / "x", "--prompts", chats)
+
+
+def test_draft_rows_are_not_counted_without_a_tokenizer(target, tmp_path):
+    alone = shutil.copytree(target, tmp_path / "alone", ignore=shutil.ignore_patterns("tokenizer*"))
+    options = ["--out", tmp_path / "head", "--draft-vocab", 64, "--prompts", tmp_path / "chats.jsonl"]
+    said = error_of("mtp", alone, *options)
+    assert "holds no tokenizer" in said
 
 
 def test_inspect_says_what_head_a_target_holds(target, tmp_path):

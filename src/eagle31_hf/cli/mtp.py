@@ -20,6 +20,7 @@ from ..checkpoints import (
 from ..checkpoints.graft import graft_head
 from ..drafter.draft_rows import with_draft_rows, with_rows
 from ..errors import ConfigurationError
+from ..target.loading import require_tokenizer
 from ..texts.conversations import read_conversations
 from ..training.data import build_vocabulary, coverage
 from .options import TracebackOption, count, make_console, readable_errors
@@ -97,6 +98,7 @@ def mtp(
 
 def _counted(base: str, sources: list[str], vocab_size: int) -> torch.Tensor:
     """How often the answers in these conversations have each id, `(vocab_size,)`."""
+    require_tokenizer(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for conversation in read_conversations(sources):

@@ -43,7 +43,7 @@ def load_target(
     try:
         config = AutoConfig.from_pretrained(name)  # small, and its absence says more than that of a tokenizer
         refuse_drafter_as_target(name, config.architectures)
-        _require_tokenizer(name)
+        require_tokenizer(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
         precision = _precision(config, dtype, device_map, bool(packed))
         options: dict[str, Any] = {"dtype": precision, "device_map": device_map, **packed}
@@ -58,8 +58,12 @@ def load_target(
     return model.eval(), tokenizer
 
 
-def _require_tokenizer(name: str) -> None:
-    """transformers would make an empty one of nothing, or list the ways to convert one."""
+def require_tokenizer(name: str) -> None:
+    """transformers would make an empty one of nothing, or list the ways to convert one.
+
+    Raises:
+        CheckpointNotFoundError: the folder holds none.
+    """
     if os.path.isdir(name) and not any(re.search(_TOKENIZER_FILES, file) for file in os.listdir(name)):
         raise CheckpointNotFoundError(
             f"the folder {name!r} holds no tokenizer; copy tokenizer.json and tokenizer_config.json (or whatever "
