@@ -15,7 +15,7 @@ def test_its_passes_are_those_of_the_slow_reference(tmp_path: Path) -> None:
     chats, kept = tmp_path / "chats.jsonl", tmp_path / "record.json"
     chats.write_text("\n".join(json.dumps({"id": str(i), "conversations": turns}) for i in range(80)))
     options = ["--out", tmp_path / "small", "--minutes", 0.02, "--head-minutes", 0.02, "--prompts", 1,
-               "--new-tokens", 12, "--json", kept]  # fmt: skip
+               "--new-tokens", 12, "--drafts", 1, 3, "--json", kept]  # fmt: skip
     for draft_vocab in (None, 2048):
         rows = [] if draft_vocab is None else ["--draft-vocab", draft_vocab]
         small_mtp.main([str(each) for each in (chats, "--held-out", chats, *options, *rows)])

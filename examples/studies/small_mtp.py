@@ -184,7 +184,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     prompts = [tokenizer.apply_chat_template(o, add_generation_prompt=True, return_dict=False) for o in opening]
     record: dict[str, Any] = {"draft_rows": head.config.draft_vocab_size, "texts": len(prompts), "by_drafts": []}
     for temperature in (0.0, 1.0):
-        for depth in (1, 2, 3, 4, 5):
+        for depth in options.drafts:
             record["by_drafts"].append(of_length(target, head, prompts, depth, temperature, options.new_tokens))
             print(record["by_drafts"][-1], flush=True)
     if not options.no_reference:
@@ -245,6 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--limit-texts", type=int, default=2000)
     parser.add_argument("--prompts", type=int, default=5, help="of each held-out file")
     parser.add_argument("--new-tokens", type=int, default=80)
+    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="lengths to measure")
     parser.add_argument("--draft-vocab", type=int)
     parser.add_argument("--no-reference", action="store_true")
     parser.add_argument("--seed", type=int, default=0)

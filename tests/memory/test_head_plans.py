@@ -109,7 +109,15 @@ def read_target_of(folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("name", "parameters", "cached"),
     # One layer of attention, gated (24 heads of 256, 4 of keys), and its MLP; `fc` of 2H x H. Norms are some thousands.
-    [("Qwen3.6 27B", 5120 * 256 * (3 * 24 + 2 * 4) + 3 * 5120 * 17408 + 2 * 5120**2, 2 * 4 * 256)],
+    [
+        ("Qwen3.6 27B", 5120 * 256 * (3 * 24 + 2 * 4) + 3 * 5120 * 17408 + 2 * 5120**2, 2 * 4 * 256),
+        # 256 experts, one that all tokens pass, and what chooses them.
+        (
+            "Qwen3.6 35B-A3B",
+            2048 * 256 * (3 * 16 + 2 * 2) + (256 + 1) * 3 * 2048 * 512 + (256 + 1) * 2048 + 2 * 2048**2,
+            2 * 2 * 256,
+        ),
+    ],
 )
 def test_targets_known_by_name_have_their_familys_head(name: str, parameters: int, cached: int) -> None:
     plan = plan_memory(name, card="RTX 4090", quantization="bnb-nf4-dq", context=8192)
