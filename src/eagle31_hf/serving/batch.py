@@ -220,12 +220,7 @@ def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class BatchDrafts:
-    """How much a batch drafts: one planner for all rows, which share their rounds. What texts have shown outlives them.
-
-    Args:
-        shape: of the largest draft.
-        compiled: rounds are computed by graphs.
-    """
+    """How much a batch drafts, up to `shape`: one planner for all rows. What texts have shown it outlives them."""
 
     def __init__(self, drafter: Assistant, texts: ReadTexts, shape: DraftShape, *, compiled: bool):
         self.shape = shape
@@ -331,10 +326,9 @@ class PooledCaches(PairCaches):
 
 
 class PromptReader:
-    """Reads one prompt after the other, in caches of one row, all but the last token: a round begins with that.
+    """Reads one prompt after the other, in `caches` of one row, all but the last token: a round begins with that.
 
     Args:
-        caches: of one row.
         pools: of the batch, whose rows prompts may be resumed from.
         piece: most prompt tokens of one forward.
     """

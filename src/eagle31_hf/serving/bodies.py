@@ -42,16 +42,9 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a text has to follow.
+    """What a text has to follow, by which field of the request."""
 
-    Attributes:
-        kind: `"json"` (a schema), `"regex"`, `"choice"` (one of several texts), `"grammar"` (Lark) or `"call"` (of one
-            of several functions).
-        value: the schema, the expression, the texts, the grammar, the tools.
-        field: the request's field that says so.
-    """
-
-    kind: str
+    kind: str  # "json" (a schema), "regex", "choice" (of texts), "grammar" (Lark), "call" (of one of several functions)
     value: Any
     field: str
 

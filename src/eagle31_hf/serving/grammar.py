@@ -75,13 +75,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Makes grammars for one tokenizer.
-
-    Args:
-        tokenizer: the target's; must be a fast one.
-        vocabulary: scores the target gives, at least as many as the tokenizer has tokens.
-        eos_ids: tokens that end a text.
-    """
+    """Makes grammars for one fast tokenizer and `vocabulary` scores, which are at least as many as it has tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, eos_ids: frozenset[int]):
         self._tokenizer: Any = tokenizer
@@ -140,7 +134,6 @@ class GrammarProcessor(stock.LogitsProcessor):
     draft was not taken) it goes back to where the two part.
 
     Args:
-        grammar: as compiled.
         prompt_length: tokens before the text begins.
         eos_ids: tokens that end a text; allowed where the grammar is satisfied.
     """

@@ -74,11 +74,7 @@ class FailsAlone(ScoreProcessing):
 
 
 class TokenChooser:
-    """How one text chooses its tokens.
-
-    Args:
-        draws: whether tokens are drawn, by noise, instead of taking the likeliest.
-        seed: of the noise; `None`: any noise will do (`SharedNoise`).
+    """How one text chooses its tokens: the likeliest, or drawn by noise of its `seed`, or by any (`SharedNoise`).
 
     Attributes:
         kind: equal for texts that choose alike; `None` where each prefix has to be looked at.
@@ -237,12 +233,7 @@ class SharedNoise:
         self._held: dict[Hashable, dict[int, Tensor]] = {}
 
     def window(self, texts: Sequence[Hashable], starts: Sequence[int], count: int) -> Tensor:
-        """Noise `(R, count, V)` of these texts, each from its own position on; of others none is held any longer.
-
-        Args:
-            texts: each as its own key.
-            starts: of each of them, how many new tokens come before the first position.
-        """
+        """Noise `(R, count, V)` of these texts, each behind so many new tokens; of others none is held any longer."""
         self._held = {
             text: {at: noise for at, noise in self._held.get(text, {}).items() if at >= start - KEPT_BEHIND}
             for text, start in zip(texts, starts, strict=True)

@@ -61,17 +61,11 @@ class Step:
 
 @dataclass
 class Scheduler:
-    """Queue, rows and turns.
+    """Queue, rows and turns."""
 
-    Args:
-        max_rows: texts written at once.
-        max_waiting: requests that may wait beyond those a row is free for; `submit` refuses any more.
-        read_budget: prompt tokens read between two rounds while others write.
-    """
-
-    max_rows: int
-    max_waiting: int
-    read_budget: int
+    max_rows: int  # texts written at once
+    max_waiting: int  # requests that may wait beyond those a row is free for; `submit` refuses any more
+    read_budget: int  # prompt tokens read between two rounds while others write
     waiting: deque[Ticket] = field(default_factory=deque)
     reading: Ticket | None = None
     writing: list[Ticket] = field(default_factory=list)
