@@ -39,6 +39,7 @@ def compare(target: PreTrainedModel, work: Callable[[], Any]) -> None:
     passes = Passes(target)
     without, plain = work(), passes.count
     eagle = Eagle31Drafter.from_pretrained(DRAFTER, target=target).use_by_default()
+    eagle.generation_config.num_assistant_tokens_schedule = "constant"  # planned drafts, the default, go by the clock
     passes.count = 0  # of what tries the pair out
     results = work()
     eagle.detach()

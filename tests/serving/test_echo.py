@@ -43,6 +43,9 @@ def test_a_prompts_log_probabilities_are_the_targets_own(client, pair, max_token
             assert max(each.values()) == pytest.approx(likeliest[0], abs=1e-4)
             assert min(each.values()) == pytest.approx(likeliest[len(each) - 1], abs=1e-4)
     assert told.finish_reason == "length"
+    greedy = [at for at in range(1, len(ids)) if wanted[at - 1].argmax() == ids[at]]
+    assert greedy
+    assert all(values[at] == max(top[at].values()) for at in greedy), "equal to the last digit, by which it is known"
 
 
 def test_what_is_written_after_an_echo_is_as_without(client, pair):
