@@ -171,6 +171,7 @@ class StateLayer(LinearAttentionLayer):
         """Where the block's state goes, `(B, ...)`."""
         rows = self.placement.batch_size
         if key not in self._after or len(self._after[key]) < rows:
+            self._after.pop(key, None)  # the old one goes before the new one comes
             self._after[key] = torch.empty_like(self._committed[key])
         return self._after[key][:rows]
 
