@@ -37,14 +37,14 @@ class ApiError(Eagle31Error):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-_TAGS = {"str", "int", "float", "bool", "dict", "list"}
+_TAGS = {"str", "int", "float", "bool", "dict", "list", "constrained-str", "constrained-int", "constrained-float"}
 """What pydantic adds to a place to say which type of several it has tried."""
 
 
 def from_validation(error: ValidationError) -> ApiError:
     """What a body's first wrong field is told: of several types that were tried the one that got farthest."""
     found = error.errors(include_url=False, include_context=False)
-    first = max(found, key=lambda each: len(_path(each["loc"])))
+    first = max(found, key=lambda each: (len(_path(each["loc"])), not each["type"].endswith("_type")))
     path = _path(first["loc"])
     if first["type"] == "missing":
         hint = "; GET /v1/models names what is served here" if path == "model" else ""
