@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from eagle31_hf.cache.block_reading import BlockReading
+from eagle31_hf.cache.placement import BlockReading
 from eagle31_hf.cache.row_pool import RowPool, resume_row
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import Recorded

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.cache.block_reading import BlockReading
+from eagle31_hf.cache.placement import BlockReading
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import LastNodes, make_moves, rebuilt_states
 from eagle31_hf.errors import IncompatibleTargetError

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.cache.block_reading import BlockReading
+from eagle31_hf.cache.placement import BlockReading
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.errors import IncompatibleTargetError
 from eagle31_hf.target.binding import TargetBinding

@@ -26,11 +26,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError
-from .block_reading import WHOLE, BlockReading
 from .kept_buffers import KeptBuffers
 from .layers import SlotLayer, WindowLayer
 from .masks import BlockMasks
-from .placement import Placement
+from .placement import WHOLE, BlockReading, Placement
 from .quantized import Workspace, make_layers, refuse_unquantizable
 from .slot_moves import full_moves, ring_moves
 from .spans import LayerSpans, kinds_from_config

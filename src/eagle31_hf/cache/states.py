@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import IncompatibleTargetError
-from .block_reading import RowGroup
 from .layers import SlotLayer
-from .placement import Placement
+from .placement import Placement, RowGroup
 from .state_tape import LastNodes, Moves, Recorded, make_moves, moved_windows, rebuilt_states
 
 CONVOLUTION, RECURRENT = "conv_states", "recurrent_states"

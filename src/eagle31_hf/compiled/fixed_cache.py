@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..cache.block_reading import BlockReading
 from ..cache.layers import SlotLayer, WindowLayer
-from ..cache.placement import Placement
+from ..cache.placement import BlockReading, Placement
 from ..cache.speculative import SpeculativeCache
 from ..cache.states import BlockTrace, StateLayer
 from ..errors import UnsupportedGenerationError

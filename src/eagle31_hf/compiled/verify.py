@@ -17,8 +17,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..cache.block_reading import BlockReading
 from ..cache.graph_sizes import node_bucket
+from ..cache.placement import BlockReading
 from ..cache.speculative import SpeculativeCache
 from ..cache.states import BlockTrace
 from ..target.binding import TargetBinding, TargetOutput

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.block_reading import BlockReading
+from ..cache.placement import BlockReading
 from ..cache.speculative import SpeculativeCache
 from ..drafter.session import DraftSession, absorbed
 from ..target.binding import TargetBinding, TargetOutput

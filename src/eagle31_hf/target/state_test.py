@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..cache.block_reading import BlockReading
+from ..cache.placement import BlockReading
 from ..cache.speculative import SpeculativeCache
 from ..cache.states import StateKey
 from ..cache.stock import read_stock_layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..cache.block_reading import BlockReading
+from ..cache.placement import BlockReading
 from ..cache.speculative import SpeculativeCache
 from ..trees.draft_tree import DraftTree
 from .binding import TargetBinding, TargetOutput
