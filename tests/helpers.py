@@ -30,11 +30,11 @@ from eagle31_hf.compiled import captured
 from eagle31_hf.decoding import decoder, drafting, kept_graphs
 from eagle31_hf.decoding.choosing import RoundBatch
 from eagle31_hf.decoding.round import Round
+from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
+from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.target.binding import TargetBinding
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
-from eagle31_hf.trees.draft_tree import DraftTree
-from eagle31_hf.trees.shape import DraftShape
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 MODELS = SHARED / "models"

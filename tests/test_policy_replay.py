@@ -18,7 +18,7 @@ from policy_replay import (
 from policy_texts import as_row
 
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
-from eagle31_hf.trees.shape import DraftShape
+from eagle31_hf.drafting.shape import DraftShape
 
 NEW_TOKENS = 48
 TABLE = RoundSeconds(speculative_s=(1.0, 1.5, 1.75, 2.0), lookup_s=(1.0, 1.25, 1.25, 1.5), reading_s=0.25)

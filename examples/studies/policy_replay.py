@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from eagle31_hf.drafting.costs import WIDTH, WIDTH_IN_HALF, WIDTH_ON_CPU, RoundCosts
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.drafting.planner import Planner
-from eagle31_hf.trees.shape import DraftShape
+from eagle31_hf.drafting.shape import DraftShape
 
 STEP_SHARE = 0.1
 """Bytes of a draft step over those of the target, as planners take them to be."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from .drafting.shape import FIXED_DEPTH, LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape, default_tree_size
 from .errors import ConfigurationError, removal
-from .trees.shape import FIXED_DEPTH, LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape, default_tree_size
 
 MIN_CONFIDENCE = 0.02
 ACCELERATIONS = ("auto", "eager", "compile")

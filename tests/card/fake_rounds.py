@@ -21,9 +21,9 @@ from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.request import DecodingRequest
 from eagle31_hf.decoding.text import Sequences, StopRules
 from eagle31_hf.drafter import assistant
+from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.sampling.logits_processing import ScoreProcessing
 from eagle31_hf.target import kernel_tape
-from eagle31_hf.trees.shape import DraftShape
 
 CHAIN = DraftShape(5)
 ACCEPTED = 3

@@ -11,9 +11,9 @@ from torch import Tensor
 from eagle31_hf.compiled.draft_graphs import ChosenBy
 from eagle31_hf.compiled.round_graphs import RoundGraph
 from eagle31_hf.drafting import planner
+from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.sampling.acceptance import Acceptance, accept_chosen
 from eagle31_hf.sampling.draw import argmax, choose
-from eagle31_hf.trees.draft_tree import DraftTree
 from helpers import use_fixed_shapes_only
 
 

@@ -24,9 +24,9 @@ from eagle31_hf.decoding.accept import Accepted
 from eagle31_hf.decoding.choosing import RoundBatch
 from eagle31_hf.decoding.pair import Pair, current_graphs
 from eagle31_hf.drafting import planner
+from eagle31_hf.drafting.draft_tree import DraftTree, ancestors_from_parents
 from eagle31_hf.target.binding import TargetOutput
 from eagle31_hf.target.verify import Verification
-from eagle31_hf.trees.draft_tree import DraftTree, ancestors_from_parents
 from helpers import RoundWrapper, assert_same_or_tie, configured, left_padded, random_prompts, wrapped_rounds
 
 # --- buckets ----------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import pytest
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.compiled import captured
 from eagle31_hf.decoding.drafting import default_length
+from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.generation_config import COMPILED, LONGEST_CHAIN, USUAL_TREE
-from eagle31_hf.trees.shape import DraftShape
 from helpers import CONFIGS, configured, drafter_of, random_drafter, random_target
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from eagle31_hf.decoding.pair_caches import PairCaches
 from eagle31_hf.decoding.prefill import ChunkedPrefill, PrefillState
 from eagle31_hf.drafter.session import DraftSession
-from eagle31_hf.trees.shape import DraftShape
+from eagle31_hf.drafting.shape import DraftShape
 from helpers import drafter_of, random_prompts
 
 FIRST = [[7], [11], [13]]

@@ -24,9 +24,9 @@ from eagle31_hf.decoding.meet_graphs import InTurn
 from eagle31_hf.decoding.round import Round
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafter import propose
+from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.plan import DraftPlan
-from eagle31_hf.trees.draft_tree import DraftTree
-from eagle31_hf.trees.shape import DraftShape
+from eagle31_hf.drafting.shape import DraftShape
 
 WHERE = Path(__file__).with_name("recorded_traces.json")
 TOKENS = 300  # of each kind

@@ -18,7 +18,7 @@ import eagle31_hf.drafting
 from eagle31_hf.drafting.costs import WIDTH, WIDTH_IN_HALF, RoundCosts
 from eagle31_hf.drafting.plan import RoundState, RoundStats
 from eagle31_hf.drafting.planner import LONGEST_REST, Planner, Steering, steer
-from eagle31_hf.trees.shape import DraftShape
+from eagle31_hf.drafting.shape import DraftShape
 
 MACHINES = tuple(COSTS)
 

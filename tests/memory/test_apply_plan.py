@@ -19,6 +19,7 @@ from eagle31_hf.compiled.round_graphs import RoundStep
 from eagle31_hf.decoding.drafting import default_length
 from eagle31_hf.decoding.prefill import ChunkedPrefill
 from eagle31_hf.drafter import drafter
+from eagle31_hf.drafting.shape import LONGEST_CHAIN, USUAL_TREE, DraftShape
 from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.generation_config import Eagle31GenerationConfig
 from eagle31_hf.memory.apply_plan import (
@@ -32,7 +33,6 @@ from eagle31_hf.memory.apply_plan import (
 from eagle31_hf.memory.cards import GIB, MIB, Card, measure_card
 from eagle31_hf.memory.ledger import MemorySettings
 from eagle31_hf.sampling.noise_size import noise_bytes
-from eagle31_hf.trees.shape import LONGEST_CHAIN, USUAL_TREE, DraftShape
 from helpers import DEMO_DRAFTER, drafter_of, target_of
 
 IDS = torch.randint(3, 400, (1, 70), generator=torch.Generator().manual_seed(0))

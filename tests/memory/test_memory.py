@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from eagle31_hf.configuration_eagle31 import Eagle31Config
+from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.cards import CARDS, GIB, Card, find_card, measure_card
@@ -28,7 +29,6 @@ from eagle31_hf.memory.ledger import MOMENTS
 from eagle31_hf.memory.report import decision_rows, ledger_rows
 from eagle31_hf.memory.target_facts import read_target, target_fingerprint
 from eagle31_hf.memory.weight_bytes import storage_bytes
-from eagle31_hf.trees.shape import DraftShape
 from home_lab import home_lab_table
 
 LLAMA_8B = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,

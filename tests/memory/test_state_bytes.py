@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.stock import StateSnapshot
+from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.memory import dry_run
 from eagle31_hf.memory.activation_bytes import Block, full_cache_bytes, target_forward_bytes
@@ -30,7 +31,6 @@ from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.target.grouped_attention import attending_grouped
 from eagle31_hf.target.mixers import Mixers
-from eagle31_hf.trees.shape import DraftShape
 from families import RECURRENT_FAMILIES, SEEING_HYBRIDS, recurrent_config, recurrent_target
 from helpers import configured, oracle_drafts, random_drafter
 

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle31_hf.drafting.draft_tree import DraftTree
+from eagle31_hf.drafting.dynamic import TreeGrowth
 from eagle31_hf.sampling import acceptance
 from eagle31_hf.sampling.acceptance import Acceptance, accept_chosen
 from eagle31_hf.sampling.tree_walk import accept_tree_walk
-from eagle31_hf.trees.draft_tree import DraftTree
-from eagle31_hf.trees.dynamic import TreeGrowth
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -17,9 +17,9 @@ from eagle31_hf.decoding.round import Round
 from eagle31_hf.demo import target_path
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.drafting import planner
+from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.serving.batch import Batch, Row
 from eagle31_hf.serving.text import Sampling
-from eagle31_hf.trees.draft_tree import DraftTree
 from families import recurrent_target
 from helpers import (
     CONFIGS,

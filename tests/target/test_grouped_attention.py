@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from eagle31_hf.drafting.shape import repeats_mask
 from eagle31_hf.target import attention_in_parts as in_parts
 from eagle31_hf.target import grouped_attention as grouped
 from eagle31_hf.target.attention_in_parts import attention_in_parts, finite
 from eagle31_hf.target.binding import TargetBinding
 from eagle31_hf.target.grouped_attention import GROUPED, attending_grouped, grouped_attention
-from eagle31_hf.trees.shape import repeats_mask
 from helpers import GROUPED as GROUPED_SIZES
 from helpers import drafter_of, random_target, target_of
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..trees.shape import RESIDENT_QUERIES
+from ..drafting.shape import RESIDENT_QUERIES
 from .placement import Placement
 from .spans import AttentionSpan, LayerSpans
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..drafting.host_numbers import on_device
 from ..errors import MemoryPlanError, UnsupportedGenerationError
-from ..trees.host_numbers import on_device
 from .slot_moves import DeviceCopies
 
 

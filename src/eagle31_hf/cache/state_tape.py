@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..trees.host_numbers import on_device
+from ..drafting.host_numbers import on_device
 from .slot_moves import DeviceCopies
 from .torch_internals import copy_all
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from ..drafter.draft_state import DraftState
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import BARE_CHOICE, DraftChoice, grow_tree
+from ..drafting.draft_tree import DraftTree, to_target_ids
+from ..drafting.shape import DraftShape
 from ..sampling.draw import argmax, choose, likeliest
 from ..sampling.logits_processing import DraftWarping
-from ..trees.draft_tree import DraftTree, to_target_ids
-from ..trees.shape import DraftShape
 from .fixed_cache import FixedShapeCache
 from .graph_makers import Step
 

@@ -16,9 +16,9 @@ from ..cache.graph_sizes import NODE_BUCKET, step_width
 from ..drafter.draft_state import DraftState
 from ..drafter.propose import DraftChoice, grow_tree
 from ..drafter.session import DraftSession
-from ..trees.draft_tree import DraftTree, to_target_ids
-from ..trees.host_numbers import on_device
-from ..trees.shape import DraftShape
+from ..drafting.draft_tree import DraftTree, to_target_ids
+from ..drafting.host_numbers import on_device
+from ..drafting.shape import DraftShape
 from .draft_graphs import ChosenBy, Drafted, DraftInputs, GraphChoice, Rotary, absorb_step, draft_step, whole_step
 from .graph_makers import GraphKey, Step
 from .graphs import Graphs

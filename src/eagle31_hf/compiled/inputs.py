@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ..cache.graph_sizes import slot_bucket
 from ..cache.row_pool import RowPool
 from ..cache.speculative import SpeculativeCache
-from ..trees.host_numbers import on_device
+from ..drafting.host_numbers import on_device
 from .fixed_cache import FixedShapeCache
 
 MOST_POOLED_ROWS = 8

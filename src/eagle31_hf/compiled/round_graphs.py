@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..drafter.draft_state import DraftState
 from ..drafter.drafter import Eagle31Drafter
+from ..drafting.draft_tree import DraftTree
+from ..drafting.shape import DraftShape
 from ..sampling.acceptance import Acceptance, accept_chosen, for_host, match_prefix
 from ..sampling.seen_tokens import seen_after, seen_at_nodes
-from ..trees.draft_tree import DraftTree
-from ..trees.shape import DraftShape
 from .draft_graphs import (
     ChosenBy,
     DraftInputs,

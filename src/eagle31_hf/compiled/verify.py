@@ -21,9 +21,9 @@ from ..cache.graph_sizes import node_bucket
 from ..cache.placement import BlockReading
 from ..cache.speculative import SpeculativeCache
 from ..cache.states import BlockTrace
+from ..drafting.draft_tree import DraftTree
 from ..target.binding import TargetBinding, TargetOutput
 from ..target.verify import Verification
-from ..trees.draft_tree import DraftTree
 from .fixed_cache import FixedShapeCache
 from .graph_makers import GraphKey, Step
 from .graphs import Graphs

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..drafting.draft_tree import DraftTree
+from ..drafting.host_numbers import on_device
 from ..sampling.acceptance import Acceptance, accept_chosen, for_host
 from ..sampling.seen_tokens import seen_at_nodes
 from ..sampling.tree_walk import accept_tree_walk
-from ..trees.draft_tree import DraftTree
-from ..trees.host_numbers import on_device
 from .choosing import ChoiceRule, RoundBatch
 
 # Processed scores (V,) of a node, by (row of the caches, node); or of all nodes, (B, N, V).

@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..drafting.host_numbers import on_device
 from ..drafting.plan import DraftPlan, ReadTexts
+from ..drafting.shape import DraftShape
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import argmax, choose, likeliest
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
-from ..trees.host_numbers import on_device
-from ..trees.shape import DraftShape
 
 
 class Texts(ReadTexts, Protocol):

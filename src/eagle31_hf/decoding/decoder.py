@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ..compiled.graph_makers import GraphMaker
 from ..drafter.assistant import Assistant
+from ..drafting.draft_tree import DraftTree
 from ..drafting.plan import DraftPlan, RoundState, RoundStats
 from ..sampling.draw import NOT_PLAIN, choose
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..target.binding import TargetBinding
-from ..trees.draft_tree import DraftTree
 from .accept import Accepted, sync_accepted
 from .carried_cache import BEFORE_THE_ANSWER
 from .choosing import RoundBatch

@@ -18,10 +18,10 @@ from ..drafter.step_share import longest_worthwhile, step_share
 from ..drafting.costs import WIDTH, WIDTH_IN_HALF, WIDTH_ON_CPU, RoundCosts
 from ..drafting.planner import Planner
 from ..drafting.rates import FIRST_RATE
+from ..drafting.shape import DraftShape
 from ..generation_config import COMPILED, COMPILED_SAMPLED, LONGEST_CHAIN, LONGEST_STEERED, DraftLength
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import DraftEvent, SpeculationStats
-from ..trees.shape import DraftShape
 from .kept_graphs import RequestedDraft, captured_graphs, graph_maker, why_given_up
 from .pair import Pair
 

@@ -33,9 +33,9 @@ from ..compiled.seen_state import ModelState
 from ..compiled.verify import why_states_are_eager
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
+from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
 from ..sampling.logits_processing import ScoreProcessing
-from ..trees.shape import DraftShape
 from .kept_folder import CACHE_VARIABLE, cache_folder, digest_of, pair_key, setting_of
 from .pair import Pair, current_graphs
 

@@ -11,8 +11,8 @@ from transformers import LogitsProcessorList
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..drafting.plan import DraftPlan, RoundState, RoundStats
+from ..drafting.shape import DraftShape
 from ..sampling.logits_processing import ScoreProcessing
-from ..trees.shape import DraftShape
 from .decoder import SpeculativeDecoder
 from .drafting import by_graphs
 from .pair import Pair

@@ -16,7 +16,7 @@ from ..cache.speculative import SpeculativeCache
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.session import SLAB, DraftSession, positions_read_at_once
-from ..trees.shape import DraftShape
+from ..drafting.shape import DraftShape
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # of typing from Python 3.11 on

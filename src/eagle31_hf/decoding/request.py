@@ -11,13 +11,13 @@ from ..compiled.graph_makers import GraphMaker
 from ..drafting.costs import RoundCosts
 from ..drafting.plan import DraftPolicy
 from ..drafting.planner import Planner
+from ..drafting.shape import DraftShape
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
 from ..sampling.seen_tokens import SeenTokens
 from ..stats import SpeculationStats
 from ..target.prompt_forward import PromptForward
-from ..trees.shape import DraftShape
 from .carried_cache import CacheExport, CacheResume
 from .choosing import ChoiceRule, RoundBatch
 from .text import Sequences

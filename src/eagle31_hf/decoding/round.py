@@ -26,13 +26,13 @@ from ..drafter.draft_scores import InGrammar, draft_scores, scores_in_grammars
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import DraftChoice, DraftScores, DraftStepper, grow_tree, propose_chain
 from ..drafter.session import absorbed
+from ..drafting.draft_tree import DraftTree
+from ..drafting.host_numbers import on_device
+from ..drafting.shape import DraftShape
 from ..generation_config import DraftLength
 from ..stats import PhaseClock
 from ..target.binding import TargetOutput
 from ..target.verify import Verification
-from ..trees.draft_tree import DraftTree
-from ..trees.host_numbers import on_device
-from ..trees.shape import DraftShape
 from .accept import Accepted, Acceptor
 from .choosing import ChoiceRule, Choosing, RoundBatch, warp_drafts
 from .pair import current_graphs, last_graphs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cache.speculative import SpeculativeCache
-from ..trees.host_numbers import on_device
+from ..drafting.host_numbers import on_device
 from .draft_state import DraftState
 from .drafter import Eagle31Drafter
 from .unread import UnreadPositions

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..trees.host_numbers import on_device
+from ..drafting.host_numbers import on_device
 
 
 class UnreadPositions:

@@ -1,4 +1,5 @@
-"""What to draft in each round: how long, from where, or nothing.
+"""What is drafted, as data and as decisions: trees and their geometry (`shape`, `draft_tree`, `dynamic`), and how long,
+from where, or nothing (`planner`), in plain arithmetic on counts and seconds.
 
-Plain arithmetic on counts and seconds, without torch; whatever is decided, the text is the target's own.
+Whatever is decided, the text is the target's own.
 """

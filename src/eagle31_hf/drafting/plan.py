@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ..trees.shape import DraftShape
+from .shape import DraftShape
 
 
 class ReadTexts(Protocol):

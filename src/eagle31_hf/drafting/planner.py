@@ -13,11 +13,11 @@ from itertools import accumulate
 from math import exp, inf
 from typing import NamedTuple
 
-from ..trees.shape import DraftShape
 from .costs import RoundCosts
 from .lookup import RepeatingText
 from .plan import DraftPlan, ReadTexts, RoundState, RoundStats
 from .rates import KEEP, DraftRates, LookupRates
+from .shape import DraftShape
 
 LOSS = 0.5
 """Tokens lost at which drafting rests if further drafts are expected to bring nothing. Near break-even chance alone

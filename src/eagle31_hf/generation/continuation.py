@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache.speculative import SpeculativeCache
 from ..decoding.memory_ladder import is_out_of_memory
+from ..drafting.draft_tree import DraftTree, ancestors_from_parents
 from ..errors import Eagle31Error
 from ..target.binding import TargetBinding
 from ..target.cache_argument import CACHE_ARGUMENT
@@ -22,7 +23,6 @@ from ..target.prompt_forward import PromptForward, PromptOutput
 from ..target.self_test import probe_tokens, tolerance
 from ..target.state_test import logits_error
 from ..target.verify import Verification
-from ..trees.draft_tree import DraftTree, ancestors_from_parents
 from .call import Call, beside_tokens, left_padding, prompt_forward
 
 

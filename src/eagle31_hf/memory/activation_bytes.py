@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cache.graph_sizes import SLOT_BUCKET, slot_bucket
-from ..trees.shape import RESIDENT_QUERIES, DraftShape, repeats_mask
+from ..drafting.shape import RESIDENT_QUERIES, DraftShape, repeats_mask
 from .cards import MIB, Card
 from .state_bytes import StateShape
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..errors import MemoryPlanError, removal
-from ..trees.shape import (
+from ..drafting.shape import (
     FIXED_DEPTH,
     LONGEST_CHAIN,
     LONGEST_OF_GRAPHS,
     USUAL_TREE,
     default_tree_size,
 )
+from ..errors import MemoryPlanError, removal
 from .cards import CARDS, GIB, Card, find_card
 from .drafter_facts import DrafterFacts, drafter_to_plan, read_drafter
 from .ledger import CACHE_TYPES, DRAFTER_PRECISIONS, MemorySettings, captures_steps

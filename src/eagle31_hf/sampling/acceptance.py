@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..trees.draft_tree import DraftTree
+from ..drafting.draft_tree import DraftTree
 
 
 class Acceptance(NamedTuple):

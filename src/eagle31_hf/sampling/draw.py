@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..trees.host_numbers import on_device
+from ..drafting.host_numbers import on_device
 from .noise_size import KEPT_BEHIND, ring_length
 
 KEPT_STATES = 256

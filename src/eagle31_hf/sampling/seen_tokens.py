@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..trees.host_numbers import on_device
+from ..drafting.host_numbers import on_device
 
 
 class SeenTokens:

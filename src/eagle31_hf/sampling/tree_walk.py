@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..trees.draft_tree import DraftTree
+from ..drafting.draft_tree import DraftTree
 from .acceptance import Acceptance
 
 # Rows and the nodes each has accepted, from the root down, to the target's tokens after the last of them.

@@ -29,11 +29,11 @@ from ..drafter.assistant import Assistant
 from ..drafter.draft_state import DraftState
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.session import DraftSession
+from ..drafting.draft_tree import DraftTree
 from ..drafting.plan import DraftPlan, ReadTexts, RoundState, RoundStats
+from ..drafting.shape import DraftShape
 from ..errors import UnsupportedGenerationError
 from ..stats import PhaseClock, SpeculationStats
-from ..trees.draft_tree import DraftTree
-from ..trees.shape import DraftShape
 from .rows import NO_TOKEN, Row, Rows, logprobs_of
 from .text import Event, Request
 

@@ -19,6 +19,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ..decoding.choosing import ChoiceRule, RoundBatch
+from ..drafting.host_numbers import on_device
+from ..drafting.shape import DraftShape
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
@@ -26,8 +28,6 @@ from ..sampling.noise_size import KEPT_BEHIND
 from ..sampling.seen_tokens import SeenTokens
 from ..stats import SpeculationStats
 from ..target.binding import TargetBinding
-from ..trees.host_numbers import on_device
-from ..trees.shape import DraftShape
 from .grammar import GrammarProcessor
 from .text import Request, Sampling, TokenLogprob, Usage, Writer
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..trees.shape import repeats_mask
+from ..drafting.shape import repeats_mask
 from .attention_in_parts import MASK_ALIGNMENT, attention_in_parts, finite, useful_parts
 from .shared_changes import CHANGES
 

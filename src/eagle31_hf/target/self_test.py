@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..cache.speculative import SpeculativeCache
+from ..drafting.draft_tree import DraftTree, ancestors_from_parents
 from ..errors import Eagle31Error, IncompatibleTargetError, named_line
-from ..trees.draft_tree import DraftTree, ancestors_from_parents
 from .binding import TargetBinding
 from .quantized import holds_packed_weights
 from .state_test import logits_error, reading_on_error, state_error

@@ -17,7 +17,7 @@ from ..cache.placement import BlockReading
 from ..cache.speculative import SpeculativeCache
 from ..cache.states import StateKey
 from ..cache.stock import read_stock_layers
-from ..trees.draft_tree import DraftTree
+from ..drafting.draft_tree import DraftTree
 from .binding import TargetBinding
 from .verify import Verification
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..cache.placement import BlockReading
 from ..cache.speculative import SpeculativeCache
-from ..trees.draft_tree import DraftTree
+from ..drafting.draft_tree import DraftTree
 from .binding import TargetBinding, TargetOutput
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eagle31_hf.drafting.draft_tree import DraftTree, ancestors_from_parents, chain_ancestors
+from eagle31_hf.drafting.dynamic import TreeGrowth
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.trees.draft_tree import DraftTree, ancestors_from_parents, chain_ancestors
-from eagle31_hf.trees.dynamic import TreeGrowth
 
 VOCAB = 7
 seeds = st.integers(0, 2**31)
