@@ -155,8 +155,9 @@ def test_one_way_with_one_sequence() -> None:
     assert write(trace, "card") == write(trace, "card")
 
 
-@pytest.mark.parametrize("path", sorted(Path(eagle31_hf.drafting.__path__[0]).glob("*.py")), ids=lambda path: path.stem)
-def test_imports_neither_torch_nor_a_clock(path: Path) -> None:
+@pytest.mark.parametrize("name", ["plan", "rates", "costs", "lookup", "planner"])
+def test_decisions_import_neither_torch_nor_a_clock(name: str) -> None:
+    path = Path(eagle31_hf.drafting.__path__[0]) / f"{name}.py"
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
