@@ -72,7 +72,10 @@ class MtpNetwork(Eagle31Network):
     def rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine tables `(B, T, d)` of the tokens behind `position_ids` `(B, T)`, which are read."""
         kind = {"layer_type": self._layer_types[0]} if _rotates_by_layer_type(self.rotary_emb) else {}
-        return self.rotary_emb(self.norm.weight, position_ids + 1, **kind)
+        behind = position_ids + 1
+        if hasattr(self.rotary_emb, "mrope_section"):  # of text the axes of pictures are all alike
+            behind = behind.expand(3, -1, -1)
+        return self.rotary_emb(self.norm.weight, behind, **kind)
 
     def decode(
         self,
