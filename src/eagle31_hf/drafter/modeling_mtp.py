@@ -52,7 +52,8 @@ class MtpNetwork(Eagle31Network):
         self.rotary_emb = self.make_rotary(config)
         self._build_draft_head(config)
         self.norm = _final_norm(decoder)
-        self._layer_types = list(getattr(block, "layer_types", None) or [])
+        by_type = "layer_type" in inspect.signature(self.rotary_emb.forward).parameters
+        self._rotary_kwargs = {"layer_type": block.layer_types[0]} if by_type else {}
 
     @staticmethod
     def make_rotary(config: MtpConfig) -> nn.Module:  # type: ignore[override]
@@ -71,11 +72,10 @@ class MtpNetwork(Eagle31Network):
 
     def rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine tables `(B, T, d)` of the tokens behind `position_ids` `(B, T)`, which are read."""
-        kind = {"layer_type": self._layer_types[0]} if _rotates_by_layer_type(self.rotary_emb) else {}
         behind = position_ids + 1
         if hasattr(self.rotary_emb, "mrope_section"):  # of text the axes of pictures are all alike
             behind = behind.expand(3, -1, -1)
-        return self.rotary_emb(self.norm.weight, behind, **kind)
+        return self.rotary_emb(self.norm.weight, behind, **self._rotary_kwargs)
 
     def decode(
         self,
@@ -124,7 +124,3 @@ class NoRotation(nn.Module):
 def _final_norm(decoder: nn.Module) -> nn.Module:
     """The decoder's last own module with a norm's name: `norm`, or `norm_f`."""
     return [module for name, module in decoder.named_children() if "norm" in name][-1]
-
-
-def _rotates_by_layer_type(rotary: nn.Module) -> bool:
-    return "layer_type" in inspect.signature(rotary.forward).parameters
