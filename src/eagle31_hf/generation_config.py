@@ -97,6 +97,8 @@ class Eagle31GenerationConfig(GenerationConfig):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raise a `ConfigurationError` for a field that nothing would read: most likely it is misspelt."""
+        if gone := removal(name):
+            raise ConfigurationError(gone)
         if not name.startswith("_") and name not in _known_fields():
             close = difflib.get_close_matches(name, _known_fields(), n=1)
             meant = f"; did you mean {close[0]}?" if close else f"; our own are {', '.join(OWN_FIELDS)}"

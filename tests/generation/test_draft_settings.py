@@ -106,3 +106,10 @@ def test_settings_are_a_generation_config() -> None:
     assert isinstance(config, hf.GenerationConfig)
     assert (config.num_assistant_tokens, config.draft_top_k) == (5, 4)
     config.check()
+
+
+def test_a_field_that_went_is_answered_with_what_to_do_instead() -> None:
+    for given in (lambda: Eagle31GenerationConfig(draft_length_bounds=(1, 8)),
+                  lambda: setattr(Eagle31GenerationConfig(), "draft_length_bounds", (1, 8))):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=r"draft_length_bounds went in 0\.2\.0: "):
+            given()
