@@ -207,8 +207,8 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
         headers.config,
         headers.tensors.infos[headers.stored_names["fc.weight"]].dtype,
         headers.tensors.infos,
-        headers.stored_config.layer_ids,
-        _caution_notes(headers),
+        layer_ids=headers.stored_config.layer_ids,
+        notes=_caution_notes(headers),
     )
 
 
@@ -244,6 +244,7 @@ def _summary(
     config: Eagle31Config,
     dtype: str,
     infos: Mapping[str, TensorInfo],
+    *,
     layer_ids: Mapping[str, list[int]] | None = None,
     notes: tuple[str, ...] = (),
 ) -> CheckpointSummary:
