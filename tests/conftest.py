@@ -13,9 +13,9 @@ import pytest
 from hypothesis import settings
 
 from eagle31_hf.cli import progress
-from eagle31_hf.decoding.kept_folder import CACHE_VARIABLE
-from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.loop.kept_folder import CACHE_VARIABLE
+from eagle31_hf.loop.pair import Pair
 from eagle31_hf.stats import PhaseClock
 from helpers import SHARED
 from hub_stand_in import hub

@@ -26,15 +26,15 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.stock import refill_stock_layers
-from eagle31_hf.compiled import captured
-from eagle31_hf.decoding import decoder, drafting, kept_graphs
-from eagle31_hf.decoding.choosing import RoundBatch
-from eagle31_hf.decoding.round import Round
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.drafting.shape import DraftShape
-from eagle31_hf.target.binding import TargetBinding
-from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
+from eagle31_hf.graphs import captured
+from eagle31_hf.loop import decoder, drafting, kept_graphs
+from eagle31_hf.loop.choosing import RoundBatch
+from eagle31_hf.loop.round import Round
+from eagle31_hf.targets.binding import TargetBinding
+from eagle31_hf.targets.cache_argument import CACHE_ARGUMENT
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 MODELS = SHARED / "models"

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.layers import SlotLayer
 from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.decoding import decoder
-from eagle31_hf.decoding import round as rounds
-from eagle31_hf.decoding.carried_cache import CacheResume
-from eagle31_hf.decoding.decoder import SpeculativeDecoder
-from eagle31_hf.decoding.memory_ladder import FallbackStep
-from eagle31_hf.decoding.round import Round
-from eagle31_hf.decoding.text import Sequences
 from eagle31_hf.drafter.session import DraftSession
+from eagle31_hf.loop import decoder
+from eagle31_hf.loop import round as rounds
+from eagle31_hf.loop.carried_cache import CacheResume
+from eagle31_hf.loop.decoder import SpeculativeDecoder
+from eagle31_hf.loop.memory_ladder import FallbackStep
+from eagle31_hf.loop.round import Round
+from eagle31_hf.loop.text import Sequences
 from helpers import configured, drafter_of, left_padded, oracle_drafts, target_of
 
 SAID = {

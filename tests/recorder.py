@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from eagle31_hf.cache import graph_sizes
-from eagle31_hf.compiled import captured
-from eagle31_hf.compiled.captured import Recording
-from eagle31_hf.decoding import kept_graphs
 from eagle31_hf.drafting import planner
+from eagle31_hf.graphs import captured
+from eagle31_hf.graphs.captured import Recording
+from eagle31_hf.loop import kept_graphs
 
 
 class Recorder:

@@ -13,13 +13,13 @@ PACKAGE = Path(__file__).parents[1] / "src" / "eagle31_hf"
 PAGE = Path(__file__).parents[1] / "docs" / "developing" / "architecture.md"
 LEVELS = [  # a room may import from itself and from rooms of the levels above it
     {"errors", "demo"},
-    {"stats", "configuration_eagle31", "generation_config", "drafting", "texts"},
+    {"stats", "config", "settings", "drafting", "texts"},
     {"sampling", "cache", "checkpoints"},
-    {"memory", "target"},
+    {"memory", "targets"},
     {"drafter"},
-    {"compiled"},
-    {"decoding"},
-    {"generation"},
+    {"graphs"},
+    {"loop"},
+    {"generate"},
     {"training", "measure", "serving"},
     {"cli"},
 ]
@@ -137,14 +137,14 @@ ROUND_STEPS = {
     "RoundGraph", "accept_chosen", "accept_tree_walk", "match_prefix", "draft_scores", "scores_in_grammars",
 }  # fmt: skip
 NOT_ROUNDS = {
-    "generation.candidates": "drafts for transformers' own assisted loop, which verifies and accepts",
-    "generation.continuation": "compares one tree behind a prompt with the model going on by itself",
+    "generate.candidates": "drafts for transformers' own assisted loop, which verifies and accepts",
+    "generate.continuation": "compares one tree behind a prompt with the model going on by itself",
 }
 
 
 def test_only_decoding_drafts_verifies_and_accepts():
-    """Whoever writes texts drives rounds. Training goes along texts that are written, below `decoding`."""
-    others = {"generation", "serving", "measure", "cli"}
+    """Whoever writes texts drives rounds. Training goes along texts that are written, below `loop`."""
+    others = {"generate", "serving", "measure", "cli"}
     found = [
         f"{module} uses {node.id}"
         for module, path in MODULES.items()
@@ -183,14 +183,12 @@ def test_every_way_to_import_is_seen(source, folder, found):
 
 
 def test_what_is_kept_of_a_pair_is_typed() -> None:
-    named = {
-        node.id for node in ast.walk(ast.parse(MODULES["decoding.pair"].read_text())) if isinstance(node, ast.Name)
-    }
+    named = {node.id for node in ast.walk(ast.parse(MODULES["loop.pair"].read_text())) if isinstance(node, ast.Name)}
     assert "Any" not in named
 
 
 PRIVATE = re.compile(r"\btorch(\.\w+)*\._(?!_)\w+")
-PRIVATE_FILES = {"cache/torch_internals.py", "compiled/ahead/torch_internals.py"}
+PRIVATE_FILES = {"cache/torch_internals.py", "graphs/ahead/torch_internals.py"}
 MOST_PRIVATE = 10
 
 
@@ -207,6 +205,6 @@ def test_what_torch_promises_nobody_is_asked_in_two_files():
 
 def test_graphs_for_a_cpu_stand_behind_one_door():
     """What compiles ahead of time is asked by those who keep graphs and by nobody else."""
-    graph, room = import_graph(), "compiled.ahead"
+    graph, room = import_graph(), "graphs.ahead"
     users = {module for module, others in graph.items() if any(other.startswith(room) for other in others)}
-    assert {module for module in users if not module.startswith(room)} == {"compiled.graphs", "decoding.kept_graphs"}
+    assert {module for module in users if not module.startswith(room)} == {"graphs.graphs", "loop.kept_graphs"}

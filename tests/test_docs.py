@@ -128,7 +128,7 @@ def named(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
 
 
-PUBLIC = ("eagle31_hf", "eagle31_hf.serving.session", "eagle31_hf.generation.warm_up", "eagle31_hf.training.train")
+PUBLIC = ("eagle31_hf", "eagle31_hf.serving.session", "eagle31_hf.generate.warm_up", "eagle31_hf.training.train")
 """Modules whose `__all__` is promised; so are the errors."""
 
 

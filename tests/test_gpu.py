@@ -14,9 +14,9 @@ import transformers as hf
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.compiled.captured import CapturedCode
-from eagle31_hf.decoding import kept_graphs
-from eagle31_hf.decoding.pair import Pair
+from eagle31_hf.graphs.captured import CapturedCode
+from eagle31_hf.loop import kept_graphs
+from eagle31_hf.loop.pair import Pair
 from eagle31_hf.memory.cards import measure_card
 from eagle31_hf.memory.storage_counter import StorageCounter
 from families import RECURRENT_FAMILIES, recurrent_target
@@ -187,7 +187,7 @@ def test_compiled_steps_write_the_plain_text(shape: str, device: str, monkeypatc
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "nemotron_h", "lfm2"])
 def test_captured_steps_write_the_plain_text(family: str, shape: str, rows: int) -> None:
     """What `acceleration="auto"` does on a card. On the CPU: test_captured_steps.py and test_captured_states.py in
-    tests/generation."""
+    tests/generate."""
     drafter, made = _pair(family, "cuda"), CapturedCode._record
     recorded: list[int] = []
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.utils import is_bitsandbytes_available
 
 from eagle31_hf import NoDrafter, plan_memory
-from eagle31_hf.generation_config import Eagle31GenerationConfig
+from eagle31_hf.settings import Eagle31GenerationConfig
 
 from .machine import Machine, Recordings, launches, to_ms, waits
 from .notes import Notes

@@ -15,7 +15,7 @@ from transformers.utils import is_bitsandbytes_available
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
-from eagle31_hf.generation_config import Eagle31GenerationConfig
+from eagle31_hf.settings import Eagle31GenerationConfig
 
 from .machine import Machine, Recordings
 from .notes import Notes, described

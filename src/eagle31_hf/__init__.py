@@ -11,13 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .configuration_eagle31 import Eagle31Config
+    from .config import Eagle31Config
     from .drafter.assistant import NoDrafter
     from .drafter.drafter import Eagle31Drafter
     from .errors import Eagle31Error
-    from .generation.candidates import Eagle31CandidateGenerator
-    from .generation_config import Eagle31GenerationConfig
+    from .generate.candidates import Eagle31CandidateGenerator
     from .memory import MemoryPlan, plan_memory
+    from .settings import Eagle31GenerationConfig
     from .stats import SpeculationStats
 
 __version__ = "0.2.0"
@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Eagle31CandidateGenerator": "generation.candidates",
-    "Eagle31Config": "configuration_eagle31",
+    "Eagle31CandidateGenerator": "generate.candidates",
+    "Eagle31Config": "config",
     "Eagle31Drafter": "drafter.drafter",
     "Eagle31Error": "errors",
-    "Eagle31GenerationConfig": "generation_config",
+    "Eagle31GenerationConfig": "settings",
     "MemoryPlan": "memory",
     "NoDrafter": "drafter.assistant",
     "SpeculationStats": "stats",
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
     if name in _ASSISTANTS:
-        import_module(".generation.hooks", __name__).install()
+        import_module(".generate.hooks", __name__).install()
     globals()[name] = value
     return value
 

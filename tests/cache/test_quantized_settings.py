@@ -9,8 +9,8 @@ from transformers import Gemma3nTextConfig
 from eagle31_hf.cache.quantized import CACHE_TYPES
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
-from eagle31_hf.generation_config import CACHE_TYPES as ALL_CACHE_TYPES
-from eagle31_hf.generation_config import Eagle31GenerationConfig
+from eagle31_hf.settings import CACHE_TYPES as ALL_CACHE_TYPES
+from eagle31_hf.settings import Eagle31GenerationConfig
 from helpers import configured, drafter_of, target_of
 
 

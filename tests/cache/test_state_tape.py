@@ -22,7 +22,7 @@ from eagle31_hf.cache.state_tape import (
     moved_windows,
     rebuilt_states,
 )
-from eagle31_hf.target import kernel_tape
+from eagle31_hf.targets import kernel_tape
 
 ROWS, TOKENS, LAYERS = 3, 13, 2
 HEADS, SHARING, WIDTH, OTHER = 4, 2, 8, 6  # of key heads, or of a group's B, half as many; states are (H, 8, 6)

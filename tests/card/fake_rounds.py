@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedConfig
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.compiled.captured import CapturesSteps
-from eagle31_hf.decoding.decoder import SpeculativeDecoder
-from eagle31_hf.decoding.request import DecodingRequest
-from eagle31_hf.decoding.text import Sequences, StopRules
 from eagle31_hf.drafter import assistant
 from eagle31_hf.drafting.shape import DraftShape
+from eagle31_hf.graphs.captured import CapturesSteps
+from eagle31_hf.loop.decoder import SpeculativeDecoder
+from eagle31_hf.loop.request import DecodingRequest
+from eagle31_hf.loop.text import Sequences, StopRules
 from eagle31_hf.sampling.logits_processing import ScoreProcessing
-from eagle31_hf.target import kernel_tape
+from eagle31_hf.targets import kernel_tape
 
 CHAIN = DraftShape(5)
 ACCEPTED = 3

@@ -10,7 +10,7 @@ from fake_card import CARD, Counting, Work
 from fake_rounds import ACCEPTED, buffers_of
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.compiled import captured, seen_process
+from eagle31_hf.graphs import captured, seen_process
 from eagle31_hf.sampling.draw import PositionNoise
 from eagle31_hf.serving import rows as batch_rows
 from eagle31_hf.serving.batch import Batch

@@ -25,7 +25,7 @@ from fake_rounds import ACCEPTED, Text, Written, fake_pair, write
 
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.serving.text import Sampling
-from eagle31_hf.target import grouped_attention
+from eagle31_hf.targets import grouped_attention
 
 pytestmark = pytest.mark.card
 

@@ -21,8 +21,8 @@ from fake_rounds import CHAIN, Text, fake_pair, write
 from test_counts import TARGETS, config_of_states
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.compiled.verify import CompiledVerification
 from eagle31_hf.drafting.shape import DraftShape
+from eagle31_hf.graphs.verify import CompiledVerification
 from eagle31_hf.memory.activation_bytes import recorded_lengths, workspace_bytes
 from eagle31_hf.memory.cards import find_card
 from eagle31_hf.memory.drafter_facts import read_drafter

@@ -22,7 +22,7 @@ from eagle31_hf.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from eagle31_hf.configuration_eagle31 import ROPE_TYPES, Eagle31Config
+from eagle31_hf.config import ROPE_TYPES, Eagle31Config
 from eagle31_hf.errors import CheckpointFormatError, CheckpointNotFoundError, ConfigurationError, Eagle31Error
 
 LONGEST_MESSAGE = 2500

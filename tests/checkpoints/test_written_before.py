@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.generation_config import Eagle31GenerationConfig
+from eagle31_hf.settings import Eagle31GenerationConfig
 
 CONFIG = {
     "model_type": "llama", "tie_word_embeddings": False, "architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 64,

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from eagle31_hf.checkpoints import WRITTEN_FORMATS, Checkpoint, expected_shapes
-from eagle31_hf.configuration_eagle31 import Eagle31Config
+from eagle31_hf.config import Eagle31Config
 
 # One tiny drafter, spelled out: H = Ht = 8, 2 query heads and 1 key head of width 6, MLP 12, V = 20, Vd = 5, A = 3.
 LAYER_0 = {

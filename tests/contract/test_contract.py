@@ -27,7 +27,7 @@ from agreement import (
 )
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.decoding.pair import Pair
+from eagle31_hf.loop.pair import Pair
 from helpers import (
     DEMO_DRAFTER,
     MODELS,

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from agreement import OWN, SEED, SHAPES, TARGETS, assert_loop_agrees, batch_of, greedy, plain_batch
 
-from eagle31_hf.decoding import round as rounds
+from eagle31_hf.loop import round as rounds
 from eagle31_hf.stats import PhaseClock, SpeculationStats
 from helpers import (
     configured,
@@ -166,7 +166,7 @@ def test_drafts_by_the_targets_noise_are_accepted(setting: str) -> None:
 
 
 def test_random_numbers_that_a_streamer_takes_are_told() -> None:
-    """What processors and criteria take is followed (tests/generation/test_callers_code.py)."""
+    """What processors and criteria take is followed (tests/generate/test_callers_code.py)."""
 
     class Rolling(hf.generation.streamers.BaseStreamer):
         def put(self, value: torch.Tensor) -> None:
@@ -182,7 +182,7 @@ def test_random_numbers_that_a_streamer_takes_are_told() -> None:
 
 
 def test_noise_that_is_unknown_goes_to_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eagle31_hf.generation.routes.why_noise_is_unknown", lambda device: f"dice of {device}")
+    monkeypatch.setattr("eagle31_hf.generate.routes.why_noise_is_unknown", lambda device: f"dice of {device}")
     batch = batch_of("llama", 1, **SAMPLED["bare"])
     ours = greedy("llama", batch.inputs, **SAMPLED["bare"], assistant_model=drafter_of("llama"))
     assert torch.equal(ours, batch.plain)

@@ -9,11 +9,11 @@ import torch
 from transformers import LogitsProcessorList
 
 from eagle31_hf import Eagle31Drafter, plan_memory
-from eagle31_hf.configuration_eagle31 import MOST_ADDED_TOKENS, Eagle31Config
-from eagle31_hf.decoding.choosing import RoundBatch
+from eagle31_hf.config import MOST_ADDED_TOKENS, Eagle31Config
 from eagle31_hf.drafter.replay import rows_of_ids
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.errors import IncompatibleTargetError, MemoryPlanError
+from eagle31_hf.loop.choosing import RoundBatch
 from helpers import (
     CONFIGS,
     VOCABULARY,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from eagle31_hf.target.quantized import OneTokenArithmetic
+from eagle31_hf.targets.quantized import OneTokenArithmetic
 from helpers import target_of
 
 bnb: Any = pytest.importorskip("bitsandbytes")

@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter, plan_memory
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.checkpoints import Checkpoint, expected_shapes, read_checkpoint, write_checkpoint
-from eagle31_hf.configuration_eagle31 import Eagle31Config
+from eagle31_hf.config import Eagle31Config
 from eagle31_hf.errors import CheckpointFormatError, ConfigurationError
 from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.quantization_schemes import SCHEMES

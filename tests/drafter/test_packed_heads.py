@@ -12,8 +12,8 @@ from packed_pairs import PACKINGS, load
 from torch import Tensor, nn
 
 from eagle31_hf.errors import IncompatibleTargetError
-from eagle31_hf.target import quantized as target_side
-from eagle31_hf.target.quantized import gather_head_rows
+from eagle31_hf.targets import quantized as target_side
+from eagle31_hf.targets.quantized import gather_head_rows
 from helpers import target_of
 
 bnb: Any = pytest.importorskip("bitsandbytes")

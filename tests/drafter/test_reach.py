@@ -12,11 +12,11 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import inspect_checkpoint
-from eagle31_hf.decoding.pair_caches import PairCaches
 from eagle31_hf.drafter import session as drafter_session
 from eagle31_hf.drafter.session import WINDOWED_READ, DraftSession
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.errors import CheckpointFormatError, ConfigurationError
+from eagle31_hf.loop.pair_caches import PairCaches
 from helpers import (
     configured,
     drafter_of,

@@ -18,15 +18,15 @@ from draft_traces import LONGEST
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.decoding import decoder, drafting
-from eagle31_hf.decoding.choosing import RoundBatch
-from eagle31_hf.decoding.meet_graphs import InTurn
-from eagle31_hf.decoding.round import Round
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafter import propose
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.plan import DraftPlan
 from eagle31_hf.drafting.shape import DraftShape
+from eagle31_hf.loop import decoder, drafting
+from eagle31_hf.loop.choosing import RoundBatch
+from eagle31_hf.loop.meet_graphs import InTurn
+from eagle31_hf.loop.round import Round
 
 WHERE = Path(__file__).with_name("recorded_traces.json")
 TOKENS = 300  # of each kind

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter, MemoryPlan, plan_memory
-from eagle31_hf.compiled import captured
-from eagle31_hf.compiled.draft_graphs import GraphChoice
-from eagle31_hf.compiled.round_graphs import RoundStep
-from eagle31_hf.decoding.drafting import default_length
-from eagle31_hf.decoding.prefill import ChunkedPrefill
 from eagle31_hf.drafter import drafter
 from eagle31_hf.drafting.shape import LONGEST_CHAIN, USUAL_TREE, DraftShape
 from eagle31_hf.errors import MemoryPlanError
-from eagle31_hf.generation_config import Eagle31GenerationConfig
+from eagle31_hf.graphs import captured
+from eagle31_hf.graphs.draft_graphs import GraphChoice
+from eagle31_hf.graphs.round_graphs import RoundStep
+from eagle31_hf.loop.drafting import default_length
+from eagle31_hf.loop.prefill import ChunkedPrefill
 from eagle31_hf.memory.apply_plan import (
     apply_plan,
     plan_mismatch_reason,
@@ -33,6 +32,7 @@ from eagle31_hf.memory.apply_plan import (
 from eagle31_hf.memory.cards import GIB, MIB, Card, measure_card
 from eagle31_hf.memory.ledger import MemorySettings
 from eagle31_hf.sampling.noise_size import noise_bytes
+from eagle31_hf.settings import Eagle31GenerationConfig
 from helpers import DEMO_DRAFTER, drafter_of, target_of
 
 IDS = torch.randint(3, 400, (1, 70), generator=torch.Generator().manual_seed(0))

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from eagle31_hf.configuration_eagle31 import Eagle31Config
+from eagle31_hf.config import Eagle31Config
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.memory import plan_memory

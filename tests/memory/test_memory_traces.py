@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.configuration_eagle31 import Eagle31Config
-from eagle31_hf.decoding.prefill import ChunkedPrefill
+from eagle31_hf.config import Eagle31Config
 from eagle31_hf.drafter.modeling_eagle31 import Eagle31Network
+from eagle31_hf.loop.prefill import ChunkedPrefill
 from eagle31_hf.memory.activation_bytes import (
     Block,
     absorb_bytes,
@@ -45,8 +45,8 @@ from eagle31_hf.memory.ledger import DRAFTER_PREFILL, PREFILL, VERIFY, MemorySet
 from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.storage_counter import StorageCounter
 from eagle31_hf.memory.target_facts import decoder_shape, read_target
-from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
-from eagle31_hf.target.grouped_attention import attending_grouped
+from eagle31_hf.targets.cache_argument import CACHE_ARGUMENT
+from eagle31_hf.targets.grouped_attention import attending_grouped
 from helpers import configured, drafter_of, target_of
 
 BF16 = torch.bfloat16

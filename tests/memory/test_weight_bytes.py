@@ -18,7 +18,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from eagle31_hf.configuration_eagle31 import Eagle31Config
+from eagle31_hf.config import Eagle31Config
 from eagle31_hf.drafter.modeling_eagle31 import Eagle31Network
 from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.memory import plan_memory

@@ -7,9 +7,9 @@ import torch
 from batches import chosen
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.decoding.drafting import batch_shape
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.drafting.planner import SHORTEST_REST, VAIN_ROUNDS
+from eagle31_hf.loop.drafting import batch_shape
 from eagle31_hf.serving.batch import Batch, BatchDrafts
 from eagle31_hf.serving.rows import Row
 from eagle31_hf.serving.text import Request, Sampling, Writer, encode_chat

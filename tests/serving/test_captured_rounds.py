@@ -10,14 +10,14 @@ from batches import plain, read_in_pieces, text_of, write_all
 from transformers import AutoTokenizer
 
 from eagle31_hf.cache import graph_sizes
-from eagle31_hf.compiled import captured, inputs
-from eagle31_hf.decoding.choosing import RoundBatch
-from eagle31_hf.decoding.pair import Pair
-from eagle31_hf.decoding.round import Round
 from eagle31_hf.demo import target_path
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.drafting import planner
 from eagle31_hf.drafting.draft_tree import DraftTree
+from eagle31_hf.graphs import captured, inputs
+from eagle31_hf.loop.choosing import RoundBatch
+from eagle31_hf.loop.pair import Pair
+from eagle31_hf.loop.round import Round
 from eagle31_hf.serving.batch import Batch, Row
 from eagle31_hf.serving.text import Sampling
 from families import recurrent_target

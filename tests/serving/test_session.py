@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.generation import routes
+from eagle31_hf.generate import routes
 from eagle31_hf.serving.session import ChatSession
 from eagle31_hf.serving.text import encode_chat
 from helpers import GROUPED, random_drafter, random_target

@@ -13,7 +13,7 @@ from chat_rows import CHAT
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
-from eagle31_hf.target import loading
+from eagle31_hf.targets import loading
 from eagle31_hf.training import train
 from eagle31_hf.training.settings import TrainingSettings
 

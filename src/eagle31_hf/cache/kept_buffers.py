@@ -1,7 +1,7 @@
 """Memory of keys, values and states that stays where it is from one text to the next.
 
 Steps that are captured on a device read and write the very addresses they were recorded with, so the next text writes
-where the last one did, and nothing is recorded again. One text's worth is kept; see `compiled.graphs.Graphs`.
+where the last one did, and nothing is recorded again. One text's worth is kept; see `graphs.graphs.Graphs`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What torch promises nobody and running on any device cannot do without.
 
-Graphs for a CPU need more (`compiled/ahead/torch_internals`).
+Graphs for a CPU need more (`graphs/ahead/torch_internals`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from ..configuration_eagle31 import Eagle31Config
+from ..config import Eagle31Config
 from ..errors import CheckpointFormatError, ConfigurationError
 from .checks import (
     FLOAT_DTYPES,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..configuration_eagle31 import Eagle31Config
+from ..config import Eagle31Config
 from ..errors import CheckpointFormatError
 from .files import TensorInfo, shown
 from .layouts import expected_shapes

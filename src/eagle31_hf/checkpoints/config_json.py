@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..configuration_eagle31 import Eagle31Config
+from ..config import Eagle31Config
 from ..errors import CheckpointFormatError
 from .files import get_path, set_path, shown
 from .layouts import (

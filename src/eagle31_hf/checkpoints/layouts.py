@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..configuration_eagle31 import Eagle31Config
+from ..config import Eagle31Config
 from ..errors import ConfigurationError, removal
 
 REQUIRED: Any = object()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
-    from ..configuration_eagle31 import MtpConfig
+    from ..config import MtpConfig
 
 HEAD_FILE = "mtp.safetensors"
 """Where some publishers keep the head, beside an index that does not name it."""
@@ -242,7 +242,7 @@ def _read_saved(folder: Path, raw_config: Mapping[str, Any]) -> tuple[MtpConfig,
 def _saved_config(folder: Path, raw_config: Mapping[str, Any]) -> MtpConfig:
     from huggingface_hub.errors import StrictDataclassError
 
-    from ..configuration_eagle31 import MtpConfig
+    from ..config import MtpConfig
 
     try:
         config = MtpConfig(**{name: value for name, value in raw_config.items() if name not in _OF_FILES})
@@ -430,7 +430,7 @@ def promised_head(config: PreTrainedConfig) -> MtpConfig | None:
 
 
 def _head_config(family: MtpFamily, target: PreTrainedConfig, dtype: Any) -> MtpConfig:
-    from ..configuration_eagle31 import MtpConfig
+    from ..config import MtpConfig
 
     text = target.get_text_config(decoder=True)
     layer_types = getattr(text, family.layer_types) if isinstance(family.layer_types, str) else family.layer_types

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ..compiled.captured import CAPTURES
-from ..decoding.kept_graphs import kept_packages
 from ..errors import ConfigurationError, removal
+from ..graphs.captured import CAPTURES
+from ..loop.kept_graphs import kept_packages
 from ..measure.bench import BenchSettings, Task, all_methods
 from ..measure.origin import origin
 from ..measure.plots import plot_bench

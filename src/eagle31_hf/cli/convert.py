@@ -22,7 +22,7 @@ from ..checkpoints import (
 from ..checkpoints.card import sglang_command, vllm_command
 from ..checkpoints.hub import target_class
 from ..checkpoints.layouts import parts_to_copy, written_layout
-from ..configuration_eagle31 import MtpConfig
+from ..config import MtpConfig
 from ..drafter.target_weights import copy_from_target
 from ..errors import CheckpointNotFoundError, ConfigurationError
 from .options import TracebackOption, make_console, readable_errors

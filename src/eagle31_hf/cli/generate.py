@@ -12,15 +12,15 @@ import torch
 import typer
 from rich.console import Console
 
-from ..decoding.kept_graphs import kept_packages
-from ..decoding.pair import Pair
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
+from ..loop.kept_graphs import kept_packages
+from ..loop.pair import Pair
 from ..measure.bench import FEWEST_NEW_TOKENS, Bench, BenchSettings, Measured, Task, pair_methods
 from ..measure.origin import origin
 from ..measure.results import summarise
 from ..measure.tables import bench_notes, speed_table
-from ..target.served_processing import sampling_options
+from ..targets.served_processing import sampling_options
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
 from .option_groups import expand_options

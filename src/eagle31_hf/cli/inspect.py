@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoints import CheckpointSummary, inspect_checkpoint
-from ..configuration_eagle31 import MtpConfig
+from ..config import MtpConfig
 from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
 
 

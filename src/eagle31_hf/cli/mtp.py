@@ -20,7 +20,7 @@ from ..checkpoints import (
 from ..checkpoints.graft import graft_head
 from ..drafter.draft_rows import with_draft_rows, with_rows
 from ..errors import ConfigurationError
-from ..target.loading import require_tokenizer
+from ..targets.loading import require_tokenizer
 from ..texts.conversations import read_conversations
 from ..training.data import build_vocabulary, coverage
 from .options import TracebackOption, count, make_console, readable_errors

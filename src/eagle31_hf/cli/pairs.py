@@ -19,13 +19,13 @@ from ..drafter.assistant import Assistant, NoDrafter
 from ..drafter.drafter import Eagle31Drafter, MtpDrafter
 from ..drafter.packed_linear import bitsandbytes
 from ..errors import CheckpointNotFoundError, ConfigurationError, first_line, removal
-from ..generation.hooks import install
+from ..generate.hooks import install
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import best_kind, one_card
 from ..memory.drafter_facts import OWN_HEAD
 from ..serving.text import encode_chat
-from ..target.loading import dtype_here, load_target, packing_config
-from ..target.precision import SHORT_NAMES
+from ..targets.loading import dtype_here, load_target, packing_config
+from ..targets.precision import SHORT_NAMES
 from .option_groups import option
 from .progress import waiting_for
 

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import NotAttachedError
-from ..generation_config import Eagle31GenerationConfig
 from ..memory import MemoryPlan
+from ..settings import Eagle31GenerationConfig
 from ..stats import LastStats, SpeculationStats
-from ..target.binding import TargetBinding
-from ..target.self_test import probe_tree_verification
+from ..targets.binding import TargetBinding
+from ..targets.self_test import probe_tree_verification
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # of typing from Python 3.11 on

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.models.llama.modeling_llama import rotate_half
 
-from ..configuration_eagle31 import Eagle31Config
-from ..target.grouped_attention import grouped_attention
+from ..config import Eagle31Config
+from ..targets.grouped_attention import grouped_attention
 
 
 class AttendingCache:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..configuration_eagle31 import Eagle31Config
+from ..config import Eagle31Config
 from ..errors import ConfigurationError, IncompatibleTargetError
 from ..memory.layer_sizes import sizes_by_layer, trained_context
 

@@ -19,14 +19,14 @@ from ..checkpoints import (
     write_checkpoint,
 )
 from ..checkpoints.card import publish_checkpoint, publish_folder
-from ..configuration_eagle31 import Eagle31Config, MtpConfig
+from ..config import Eagle31Config, MtpConfig
 from ..errors import ConfigurationError
-from ..generation_config import Eagle31GenerationConfig
 from ..memory import MemoryPlan
 from ..memory.apply_plan import apply_plan, plan_to_apply
-from ..target.binding import TargetBinding
-from ..target.quantized import first_head_rows, gather_head_rows
-from ..target.self_test import require_readable_states
+from ..settings import Eagle31GenerationConfig
+from ..targets.binding import TargetBinding
+from ..targets.quantized import first_head_rows, gather_head_rows
+from ..targets.self_test import require_readable_states
 from .assistant import Assistant
 from .default_config import default_config, with_distinct_states
 from .draft_rows import with_draft_rows

@@ -24,7 +24,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..checkpoints.layouts import FUSED_PROJECTIONS, packable_shapes
-from ..configuration_eagle31 import Eagle31Config
+from ..config import Eagle31Config
 from ..errors import CheckpointFormatError
 from .attention import AttendingCache, GroupedQueryAttention, LatentAttention
 from .packed_linear import KeepsBufferDtypes

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, Cache
 
 from ..checkpoints.mtp import PACKED_MODULES
-from ..configuration_eagle31 import MtpConfig
-from ..target.cache_argument import CACHE_ARGUMENT
-from ..target.grouped_attention import GROUPED
+from ..config import MtpConfig
+from ..targets.cache_argument import CACHE_ARGUMENT
+from ..targets.grouped_attention import GROUPED
 from .attention import AttendingCache
 from .modeling_eagle31 import DrafterOutput, Eagle31Network
 from .packed_linear import KeepsBufferDtypes

@@ -17,9 +17,9 @@ from torch import Tensor
 from ..drafting.draft_tree import DraftTree, to_target_ids
 from ..drafting.dynamic import TreeGrowth
 from ..drafting.shape import DraftShape
-from ..generation_config import DraftLength
 from ..sampling.draw import argmax, perturbed
 from ..sampling.logits_processing import DraftWarping
+from ..settings import DraftLength
 from .draft_state import DraftState
 
 # Draft logits (B, Vd) and the target ids drafted so far, each (B,), to processed scores (B, Vd) or (B, V).

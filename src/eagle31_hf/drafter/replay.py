@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from ..target.taps import HiddenStateTaps
+from ..targets.taps import HiddenStateTaps
 from .drafter import Eagle31Drafter, MtpDrafter
 from .modeling_eagle31 import AttendingCache
 

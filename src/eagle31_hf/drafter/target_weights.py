@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoints import Checkpoint
-from ..target.binding import TargetBinding
-from ..target.quantized import gather_head_rows
+from ..targets.binding import TargetBinding
+from ..targets.quantized import gather_head_rows
 
 EMBEDDING, HEAD = "embedding", "head"
 

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..compiled.captured import CAPTURES
-from ..decoding.kept_graphs import CompilesAhead, compiling_ahead
 from ..drafter.assistant import Assistant, NoDrafter
 from ..errors import ConfigurationError
+from ..graphs.captured import CAPTURES
+from ..loop.kept_graphs import CompilesAhead, compiling_ahead
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
-from ..target.device_clock import now
-from ..target.served_processing import processing_of, sampling_options
+from ..targets.device_clock import now
+from ..targets.served_processing import processing_of, sampling_options
 from ..texts.prompts import Prompt
 from .exactness import Kind, SampledBy, Verdict, judge
 from .gauges import PeakGauge, TokenClock

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..configuration_eagle31 import MtpConfig
+from ..config import MtpConfig
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, read_text
-from ..target.binding import TargetBinding
-from ..target.precision import precision_advice, precision_caution
-from ..target.quantized import holds_packed_weights
+from ..targets.binding import TargetBinding
+from ..targets.precision import precision_advice, precision_caution
+from ..targets.quantized import holds_packed_weights
 from ..texts.prompts import Prompt
 from .bench import PLAIN, Bench, BenchSettings, Method, Task, Writer
 from .drift import DriftCurve, form_of, probe_drift

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..configuration_eagle31 import MtpConfig
+from ..config import MtpConfig
 from ..demo import Messages
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import StartsCache, read_text

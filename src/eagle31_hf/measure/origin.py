@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from .. import __version__
-from ..target.binding import TargetBinding
+from ..targets.binding import TargetBinding
 
 
 def origin(binding: TargetBinding | None = None) -> dict[str, Any]:

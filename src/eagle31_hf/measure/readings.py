@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..configuration_eagle31 import Eagle31Config, MtpConfig
+from ..config import Eagle31Config, MtpConfig
 from ..demo import Messages
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import StartsCache, TargetText, drafts_along, rows_of_ids

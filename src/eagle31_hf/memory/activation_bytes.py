@@ -219,7 +219,7 @@ def _drafter_pass_bytes(shape: DecoderShape, block: Block) -> int:
 
 # --- captured steps ---------------------------------------------------------------------------------------------------
 #
-# Four steps are captured (`compiled.captured`): the target's verification of a draft and of a single token, the first
+# Four steps are captured (`graphs.captured`): the target's verification of a draft and of a single token, the first
 # draft of a text, and a round's end. Each has tensors of its own that it reads from and gives; what they need between
 # their kernels they share, one after the other in one pool. Each length at which rows are looked at has recordings of
 # its own. Where layers keep states, moving them on is a fifth, once for all lengths. By counted storages of the steps;

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import MemoryPlanError
-from ..generation_config import Eagle31GenerationConfig
+from ..settings import Eagle31GenerationConfig
 from .cards import GIB, Card, measure_card
 from .drafter_facts import read_drafter
 from .ledger import MemorySettings

@@ -21,7 +21,7 @@ from ..checkpoints import (
     target_holds_head,
 )
 from ..checkpoints.mtp import PACKED_MODULES, copies_head_rows, promised_head
-from ..configuration_eagle31 import Eagle31Config, MtpConfig
+from ..config import Eagle31Config, MtpConfig
 from ..errors import MemoryPlanError
 from .activation_bytes import DecoderShape, DrafterShape
 from .quantization_schemes import SCHEMES, Quantization

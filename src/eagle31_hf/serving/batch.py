@@ -3,7 +3,7 @@
 The caches are pools (`cache.row_pool`): one block of rows for the target, one for the drafter, allocated once. A prompt
 is read in pieces in caches of its own, one prompt at a time, and then copied to a free row. A row whose text has ended
 stays where it is until its place is needed; a new prompt that begins as it did (the same system prompt, the last turn
-of the same chat) starts from there, the drafter's keys and values included. Rounds over the pools are `decoding`'s.
+of the same chat) starts from there, the drafter's keys and values included. Rounds over the pools are `loop`'s.
 """
 
 from __future__ import annotations
@@ -18,13 +18,6 @@ import torch
 from torch import Tensor
 
 from ..cache.row_pool import RowPool, resume_row
-from ..decoding.accept import sync_accepted
-from ..decoding.choosing import RoundBatch
-from ..decoding.drafting import batch_shape, planner_of
-from ..decoding.kept_graphs import captured_graphs
-from ..decoding.pair_caches import PairCaches
-from ..decoding.prefill import ChunkedPrefill, PrefillState
-from ..decoding.round import Round, Written
 from ..drafter.assistant import Assistant
 from ..drafter.draft_state import DraftState
 from ..drafter.drafter import Eagle31Drafter
@@ -33,6 +26,13 @@ from ..drafting.draft_tree import DraftTree
 from ..drafting.plan import DraftPlan, ReadTexts, RoundState, RoundStats
 from ..drafting.shape import DraftShape
 from ..errors import UnsupportedGenerationError
+from ..loop.accept import sync_accepted
+from ..loop.choosing import RoundBatch
+from ..loop.drafting import batch_shape, planner_of
+from ..loop.kept_graphs import captured_graphs
+from ..loop.pair_caches import PairCaches
+from ..loop.prefill import ChunkedPrefill, PrefillState
+from ..loop.round import Round, Written
 from ..stats import PhaseClock, SpeculationStats
 from .rows import NO_TOKEN, Row, Rows, logprobs_of
 from .text import Event, Request

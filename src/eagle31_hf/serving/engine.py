@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..decoding.drafting import batch_shape
 from ..drafter.assistant import Assistant
 from ..errors import Eagle31Error, UnsupportedGenerationError
-from ..target.attention_functions import why_attention_is_unknown
+from ..loop.drafting import batch_shape
+from ..targets.attention_functions import why_attention_is_unknown
 from .batch import Batch
 from .forms import form_of
 from .rows import Row, choose_as_generate, unfollowed

@@ -18,16 +18,16 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from ..decoding.choosing import ChoiceRule, RoundBatch
 from ..drafting.host_numbers import on_device
 from ..drafting.shape import DraftShape
+from ..loop.choosing import ChoiceRule, RoundBatch
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
 from ..sampling.noise_size import KEPT_BEHIND
 from ..sampling.seen_tokens import SeenTokens
 from ..stats import SpeculationStats
-from ..target.binding import TargetBinding
+from ..targets.binding import TargetBinding
 from .grammar import GrammarProcessor
 from .text import Request, Sampling, TokenLogprob, Usage, Writer
 
@@ -279,7 +279,7 @@ class Row:
 
 
 class Rows:
-    """The texts of a batch as rounds see them (`decoding.choosing`, `Texts` and `Choosing`).
+    """The texts of a batch as rounds see them (`loop.choosing`, `Texts` and `Choosing`).
 
     Args:
         shape: the largest draft of a round.

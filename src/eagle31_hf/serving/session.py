@@ -1,6 +1,6 @@
 """A chat with one pair, turn after turn, without a terminal: what is said, what is kept, how an answer is stopped.
 
-The caches of target and drafter travel from turn to turn (`decoding.carried_cache`), so that only what is new is read.
+The caches of target and drafter travel from turn to turn (`loop.carried_cache`), so that only what is new is read.
 After `undo` or `retry` they are cut back to where the texts part.
 """
 
@@ -18,10 +18,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..drafter.assistant import Assistant
 from ..errors import ConfigurationError
-from ..generation_config import LONGEST_STEERED
+from ..settings import LONGEST_STEERED
 from ..stats import SpeculationStats
-from ..target.cache_argument import CACHE_ARGUMENT
-from ..target.served_processing import sampling_options
+from ..targets.cache_argument import CACHE_ARGUMENT
+from ..targets.served_processing import sampling_options
 from .answers import AnswerParser, AnswerPart
 from .forms import form_of
 from .text import IncrementalDecoder, Message, encode_chat

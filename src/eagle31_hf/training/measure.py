@@ -27,8 +27,8 @@ from ..errors import ConfigurationError, TrainingError
 from ..sampling.draw import PositionNoise, argmax, perturbed, random_state
 from ..sampling.logits_processing import DraftWarping, ScoreProcessing
 from ..stats import Acceptance
-from ..target.binding import TargetBinding
-from ..target.served_processing import processing_of, sampling_options
+from ..targets.binding import TargetBinding
+from ..targets.served_processing import processing_of, sampling_options
 from ..texts.rows import Conversation, Message, until_unanswered
 from .data import prompt_ids
 from .writing import end_ids, generate_padded, until_end

@@ -24,8 +24,8 @@ from ..drafter.drafter import Eagle31Drafter
 from ..errors import TrainingError
 from ..memory.cards import best_kind
 from ..memory.layer_sizes import trained_context
-from ..target.loading import load_target as load_pretrained
-from ..target.loading import packing_config, stored_dtype
+from ..targets.loading import load_target as load_pretrained
+from ..targets.loading import packing_config, stored_dtype
 from ..texts.conversations import read_conversations, with_unique_ids
 from ..texts.rows import Conversation
 from .data import Document, Documents, build_vocabulary, count_supervised, coverage, render_documents

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from ..drafter.drafter import Eagle31Drafter
 from ..sampling.draw import argmax
-from ..target.binding import TargetBinding
+from ..targets.binding import TargetBinding
 from .data import PackedBatch
 
 STEP_DECAY = 0.8

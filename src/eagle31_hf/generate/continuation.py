@@ -1,0 +1,101 @@
+"""Do our rounds go on from a prompt that the model has read with pictures? Tried once for each pair and kind of input.
+
+The model reads the prompt in its own first forward and then goes on twice: by its own way, a token at a time, as plain
+`generate` does, and by ours, with a small tree over what the first forward left behind. A model that keeps something
+beside keys, values and positions, or wants an input in every forward, is found out by the logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..cache.speculative import SpeculativeCache
+from ..drafting.draft_tree import DraftTree, ancestors_from_parents
+from ..errors import Eagle31Error
+from ..loop.memory_ladder import is_out_of_memory
+from ..targets.binding import TargetBinding
+from ..targets.cache_argument import CACHE_ARGUMENT
+from ..targets.prompt_forward import PromptForward, PromptOutput
+from ..targets.self_test import probe_tokens, tolerance
+from ..targets.state_test import logits_error
+from ..targets.verify import Verification
+from .call import Call, beside_tokens, left_padding, prompt_forward
+
+
+def why_not_continued(call: Call) -> str | None:
+    """Why our rounds cannot go on from this prompt, `None` if they can; the first call of a kind finds it out."""
+    names = frozenset(beside_tokens(call))
+    if not names:
+        return None
+    known = call.drafter.binding.not_continued
+    if names not in known:
+        try:
+            known[names] = _try(call)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return "memory ran out while it was tried whether our loop can go on from the prompt"
+    return known[names] or None
+
+
+@torch.no_grad()
+def _try(call: Call) -> str:
+    binding = call.drafter.binding
+    prompts = prompt_forward(call, left_padding(call.input_ids, call.attention_mask))
+    assert prompts is not None, "there is something beside tokens"
+    with binding.masked_attention():
+        read = prompts(binding)  # what it raises, plain generate does
+        root = read.logits.argmax(-1)
+        children = probe_tokens(binding, 2)[0].to(root.device)
+        try:
+            found = _our_way(binding, prompts, read, root, children)
+            error = logits_error(found, _models_way(call, read, [root, children[:1].expand_as(root)]))
+        except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError, Eagle31Error) as failure:
+            if is_out_of_memory(failure):
+                raise
+            why = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
+        else:
+            if error <= tolerance(binding):
+                return ""
+            why = f"logits differ by {error:.2g} of their range"
+    names = ", ".join(beside_tokens(call))
+    return f"the model is given {names}, and our loop cannot go on from there ({why})"
+
+
+def _our_way(
+    binding: TargetBinding, prompts: PromptForward, read: PromptOutput, root: Tensor, children: Tensor
+) -> Tensor:
+    """Logits `(B, 2, V)` after each root `(B,)` and after the first of its `children` `(2,)`, of a tree of both, or a
+    chain where layers keep states."""
+    rows, length = prompts.input_ids.shape
+    nodes = torch.cat((root[:, None], children.expand(rows, -1)), dim=1)  # (B, 3)
+    parents = torch.zeros_like(nodes)
+    ancestors = ancestors_from_parents(parents, max_depth=1)
+    tree = DraftTree(nodes, parents, ancestors.sum(2) - 1, ancestors, max_depth=1, max_children=2)
+    if binding.has_states:
+        tree = DraftTree.chain(nodes)
+    cache = SpeculativeCache.from_config(
+        binding.text_config, batch_size=rows, capacity=length + 3, block=3, masks_by_type=binding.masks_by_type,
+        device=root.device,
+    )  # fmt: skip
+    cache.load_dynamic(read.cache, prompts.padding)
+    cache.offset_positions(read.offsets)
+    return Verification(binding, cache)(tree).logits[:, :2]
+
+
+def _models_way(call: Call, read: PromptOutput, tokens: list[Tensor]) -> Tensor:
+    """Logits `(B, T, V)` after each of `tokens`, `(B,)` each, read one by one as plain `generate` does."""
+    model, ids, cache = call.model, call.input_ids, read.cache
+    held: dict[str, Any] = {CACHE_ARGUMENT: cache}
+    inputs = {**call.model_inputs, **held}
+    logits = []
+    for token in tokens:
+        ids = torch.cat((ids, token[:, None]), dim=1)
+        inputs = model._update_model_kwargs_for_generation(CausalLMOutputWithPast(**held), inputs)
+        prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **inputs)
+        logits.append(model(**prepared, return_dict=True).logits[:, -1])
+    return torch.stack(logits, dim=1)

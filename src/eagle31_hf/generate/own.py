@@ -1,0 +1,159 @@
+"""A `generate` call served by our own loop: what it asks for, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..cache.stock import held_length
+from ..errors import UnsupportedGenerationError
+from ..loop.carried_cache import CacheResume, CarriedCache
+from ..loop.decoder import SpeculativeDecoder
+from ..loop.drafting import Drafting, by_graphs, drafting
+from ..loop.out_of_memory import RecoveringDecoder
+from ..loop.request import DecodingRequest
+from ..loop.text import Sequences
+from ..sampling.asked_once import AskedOnce
+from ..sampling.callers_code import CallersCode, NotFollowedError
+from ..sampling.draw import NOT_PLAIN
+from ..stats import SpeculationStats
+from ..targets.cache_argument import CACHE_ARGUMENT
+from .call import Call, SpeculativeOutput, asked_tokens, left_padding, prompt_forward
+from .plain import asked_ahead, begun_again
+from .warm_up import warm_up_for
+
+
+class LeftToPlain(Exception):
+    """Our loop has met what it cannot follow: `call` is to be written by plain decoding."""
+
+    def __init__(self, reason: str, call: Call):
+        super().__init__(reason)
+        self.call = call
+
+
+def write_own(call: Call, stats: SpeculationStats) -> Any:
+    """Ids or an output, as `generate` returns them.
+
+    Raises:
+        LeftToPlain: the caller's processors or criteria do what only plain decoding can follow.
+        UnsupportedGenerationError: prompts are not padded on the left, their mask is too short, or a carried cache
+            does not fit them.
+        OutOfMemoryError: memory ran out, and nothing is left to give up.
+    """
+    if call.text_length < call.input_ids.shape[1]:
+        raise UnsupportedGenerationError(
+            f"the attention mask covers {call.text_length} tokens of prompts of {call.input_ids.shape[1]}; pass the "
+            "mask that the tokenizer made with them"
+        )
+    padding = left_padding(call.input_ids, call.attention_mask)
+    carried = _carried_cache(call, padding, stats)
+    if call.drafter.generation_config.acceleration == "compile":
+        sampled, depth = bool(call.generation_config.do_sample), asked_tokens(call.generation_config)
+        asked = by_graphs(call.drafter, rows=call.batch_size, sampled=sampled, depth=depth)
+        stats.fall_back(warm_up_for(call, asked))
+        call.drafter.stats = stats  # warming up writes texts, too
+    drafts = drafting_of(call, stats)
+    request = _request(call, drafts, padding, carried, stats)
+    if not any(drafts.why in told for told in stats.fallbacks):  # compiling just now may have said so
+        stats.fall_back(drafts.why)
+    decoder = SpeculativeDecoder(call.drafter, request)
+    recovering = RecoveringDecoder(decoder)
+    with torch.no_grad(), call.drafter.binding.masked_attention(), decoder.borrowing():
+        try:
+            ids = recovering.run()
+        except NotFollowedError as noticed:
+            if asked_ahead(request):
+                stats.fall_back(NOT_PLAIN)
+            raise LeftToPlain(str(noticed), begun_again(call, request, decoder.shown)) from noticed
+        if request.asked.code is not None and request.asked.code.has_drawn:
+            stats.fall_back(NOT_PLAIN)
+        cache = None if carried is None else recovering.keep_for_next_turn(carried, ids)
+    if call.streamer is not None:
+        call.streamer.end()
+    if not call.generation_config.return_dict_in_generate:
+        return ids
+    sequences = request.sequences
+    return SpeculativeOutput(
+        sequences=ids,  # type: ignore[arg-type]
+        scores=sequences.stack_scores(sequences.scores) if request.keep_scores else None,  # type: ignore[arg-type]
+        logits=sequences.stack_scores(sequences.logits) if request.keep_logits else None,  # type: ignore[arg-type]
+        speculation_stats=stats,
+        **{CACHE_ARGUMENT: cache},  # type: ignore[arg-type]
+    )
+
+
+def _request(
+    call: Call, drafts: Drafting, padding: list[int], carried: CarriedCache | None, stats: SpeculationStats
+) -> DecodingRequest:
+    config, start = call.generation_config, CacheResume() if carried is None else carried.start
+    pad, prompts = getattr(config, "_pad_token_tensor", None), call.input_ids
+    asks_caller = call.processing.in_order or call.rules.of_the_caller
+    code = CallersCode(call.batch_size, prompts.shape[1], prompts.device) if asks_caller else None
+    stats.prefilled_tokens = sum(call.input_ids.shape[1] - pads - start.skip for pads in padding)
+    return DecodingRequest(
+        sequences=Sequences(prompts, padding, call.rules, None if pad is None else int(pad), code),
+        processing=call.processing,
+        shape=drafts.shape,
+        policy=drafts.planner,
+        graph_maker=drafts.graphs,
+        prompts=prompt_forward(call, padding),
+        do_sample=bool(call.generation_config.do_sample),
+        prefill_chunk=config.prefill_chunk_size or call.drafter.generation_config.prefill_chunk_size,
+        on_tokens=None if call.streamer is None else _streaming(call.streamer),
+        keep_scores=bool(config.return_dict_in_generate and config.output_scores),
+        keep_logits=bool(config.return_dict_in_generate and config.output_logits),
+        start=start,
+        end=None if carried is None else carried.end,
+        stats=stats,
+        asked=AskedOnce(code),
+    )
+
+
+def drafting_of(call: Call, stats: SpeculationStats | None = None) -> Drafting:
+    """What the call and the drafter's `generation_config` ask of drafts."""
+    return drafting(
+        call.drafter,
+        rows=call.batch_size,
+        sampled=bool(call.generation_config.do_sample),
+        processing=call.processing,
+        new_tokens=call.rules.max_length - call.input_ids.shape[1],
+        depth=asked_tokens(call.generation_config),
+        stats=stats,
+    )
+
+
+def _streaming(streamer: Any) -> Callable[[int, list[int]], None]:
+    # A 1-D block: stock streamers take it whole and count it right.
+    return lambda _row, tokens: streamer.put(torch.tensor(tokens)) if tokens else None
+
+
+# --- the cache of the last turn ---------------------------------------------------------------------------------------
+
+
+def _carried_cache(call: Call, padding: list[int], stats: SpeculationStats) -> CarriedCache | None:
+    """What the cache brings from the last turn and takes to the next; `None` if nobody would get it.
+
+    Raises:
+        UnsupportedGenerationError: the cache has content that cannot be told from padding, or does not fit the prompt.
+    """
+    cache, mask = call.cache, call.attention_mask
+    wanted = call.generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    if cache is None or not wanted or call.batch_size > 1:  # a batch with a cache of the user's is decoded plainly
+        return None
+    is_padded = any(padding) or (mask is not None and not bool(mask.all()))
+    if held_length(cache) == 0:
+        return None if is_padded else CarriedCache(call.drafter, cache)
+    if is_padded:
+        raise UnsupportedGenerationError(
+            "the cache that was passed has content and the attention mask has pads; a carried cache can be "
+            "continued only where all rows are equally long and unpadded: continue them one by one, or pass an empty "
+            "cache and the whole text"
+        )
+    carried = CarriedCache(call.drafter, cache)
+    start = carried.open(call.input_ids, call.text_length)
+    again = held_length(cache) - start.skip - start.before_prompts
+    if again > 0:
+        stats.fallbacks.append(f"{again} tokens of the carried cache do not hold for this prompt")
+    return carried

@@ -1,0 +1,186 @@
+"""A `generate` call written by plain decoding, one token at a time, also one that our loop had to leave.
+
+Processors and criteria may keep state, so none is asked again what it has answered: of a text that is begun again,
+tokens that were written are chosen again without asking, and answers of the round that was left are given from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.utils import GenerationMixin
+
+from ..loop.request import DecodingRequest
+from ..sampling.callers_code import set_states
+from ..sampling.logits_processing import view_of_row
+from ..stats import SpeculationStats
+from .call import Call, with_stats
+
+
+def write_plain(call: Call, stats: SpeculationStats) -> Any:
+    """What `generate` writes without a drafter; a prompt that is read in pieces would be rotated in several ways."""
+    if call.may_rotate_otherwise:
+        call.generation_config.prefill_chunk_size = None
+    rows_wait = any(hasattr(rule, "eos_token_id") for rule in call.stopping_criteria)  # as `_sample` has it
+    counting = CountingCriteria(call.stopping_criteria, rows_wait=rows_wait)
+    output: Any = GenerationMixin._sample(
+        call.model,
+        call.input_ids,  # type: ignore[arg-type]
+        logits_processor=call.logits_processor,
+        stopping_criteria=counting,
+        generation_config=call.generation_config,
+        synced_gpus=call.synced_gpus,
+        streamer=call.streamer,
+        **call.model_inputs,
+    )
+    stats.new_tokens = counting.new_tokens
+    return with_stats(output, stats)
+
+
+class CountingCriteria(StoppingCriteriaList):
+    """The same criteria, which count what is written on the way: a row that waits, filled up with pads, gets nothing.
+
+    Args:
+        criteria: as the loop would ask them, once per token.
+        rows_wait: whether a row that has ended waits for the others; without an end-of-sequence token all write on.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, *, rows_wait: bool):
+        super().__init__(criteria)
+        self._rows_wait = rows_wait
+        self._ended: Tensor | None = None
+        self._new_tokens = torch.zeros((), dtype=torch.long)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Which rows `(B,)` end with their last token."""
+        ends: Tensor = super().__call__(input_ids, scores, **kwargs)  # type: ignore[arg-type]
+        ended = torch.zeros_like(ends) if self._ended is None else self._ended
+        waiting = ended if self._rows_wait else ended.all().expand_as(ended)
+        self._new_tokens = self._new_tokens.to(ends.device) + (~waiting).sum()
+        self._ended = ended | ends
+        return ends
+
+    @property
+    def new_tokens(self) -> int:
+        """Written so far, summed over rows; waits for the device."""
+        return int(self._new_tokens)
+
+
+# --- begun again ------------------------------------------------------------------------------------------------------
+
+
+def begun_again(call: Call, request: DecodingRequest, shown: int) -> Call:
+    """The call as plain decoding gets it; torch's generators are as they were before the text.
+
+    Args:
+        request: of our loop, as it was left.
+        shown: tokens that the streamer has been shown.
+    """
+    assert request.asked.code is not None, "it has noticed something"
+    set_states(request.asked.code.begin)
+    processing, callers = call.processing, call.rules.of_the_caller
+    processors = [
+        _Remembering(processor, place, request) if processing.moves(place) else processor
+        for place, processor in enumerate(processing.processors)
+    ]
+    criteria = [rule for rule in call.stopping_criteria if not any(rule is each for each in callers)]
+    return replace(
+        call,
+        logits_processor=LogitsProcessorList([*processors, _Written(request)]),
+        stopping_criteria=StoppingCriteriaList([*criteria, *([_Continued(callers, request)] if callers else [])]),
+        streamer=None if call.streamer is None else _Behind(call.streamer, shown),
+    )
+
+
+def asked_ahead(request: DecodingRequest) -> bool:
+    """Whether processors that keep state were shown tokens that may not come, since a criterion has drawn before."""
+    known, drew = _known_length(request), request.sequences.drew
+    return drew is not None and any(length > known for _, length, _ in request.asked.scores)
+
+
+def _known_length(request: DecodingRequest) -> int:
+    """Tokens of the text that were written, prompt included; of a batch, the prompts."""
+    sequences = request.sequences
+    return sequences.prompts.shape[1] if sequences.batch_size > 1 else sequences.length(0)
+
+
+class _Remembering(LogitsProcessor):
+    """A processor that keeps state: not asked what it has been asked."""
+
+    def __init__(self, processor: Any, place: int, request: DecodingRequest):
+        self.processor, self.place, self.asked = processor, place, request.asked
+        self.known = _known_length(request)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:  # type: ignore[override]
+        length = input_ids.shape[1]
+        if length < self.known:
+            return scores  # `_Written` comes behind
+        keys = [(row, length, self.place) for row in range(len(input_ids))]
+        if not any(key in self.asked.scores for key in keys):
+            return self.processor(input_ids, scores)
+        return torch.cat([self._of_row(key, input_ids[key[0]], scores[key[0]]) for key in keys])
+
+    def _of_row(self, key: tuple[int, int, int], ids: Tensor, scores: Tensor) -> Any:
+        row, length, _ = key
+        tokens = self.asked.tokens
+        behind = [tokens.get((row, written)) for written in range(self.known, length)]
+        if key not in self.asked.scores or ids[self.known :].tolist() != behind:
+            return view_of_row(self.processor, row)(ids[None], scores[None])
+        if self.asked.drew is not None and self.asked.drew[0] == key and self.asked.drew[1] is not None:
+            set_states(self.asked.drew[1])
+        return self.asked.scores[key].clone()
+
+
+class _Written(LogitsProcessor):
+    """The last processor: tokens that were written are written again, by their scores if those are wanted."""
+
+    def __init__(self, request: DecodingRequest):
+        self.sequences, self.known = request.sequences, _known_length(request)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        if input_ids.shape[1] >= self.known:
+            return scores
+        place, kept = input_ids.shape[1] - self.sequences.prompts.shape[1], self.sequences.scores[0]
+        if place < len(kept):
+            return kept[place][None].clone()
+        certain = torch.full_like(scores, float("-inf"))
+        certain[:, self.sequences.new[0][place]] = 0.0
+        return certain
+
+
+class _Continued(StoppingCriteria):
+    """Criteria of the caller's: of what was written they are not asked again."""
+
+    def __init__(self, rules: Sequence[Any], request: DecodingRequest):
+        self.rules, self.drew, self.known = rules, request.sequences.drew, _known_length(request)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        length, ends = input_ids.shape[1], False
+        if length > self.known:
+            return StoppingCriteriaList(self.rules)(input_ids, scores, **kwargs)  # type: ignore[arg-type]
+        if length == self.known and self.drew is not None and self.drew.after is not None:
+            set_states(self.drew.after)
+            ends = self.drew.value
+        return torch.full((len(input_ids),), ends, dtype=torch.bool, device=input_ids.device)
+
+
+class _Behind:
+    """A streamer that is shown what comes behind the first tokens."""
+
+    def __init__(self, streamer: Any, shown: int):
+        self.streamer, self.shown = streamer, shown
+
+    def put(self, value: Tensor) -> None:
+        """One token of each row, `(B,)`."""
+        self.shown -= 1
+        if self.shown < 0:
+            self.streamer.put(value)
+
+    def end(self) -> None:
+        """As plain decoding calls it."""
+        self.streamer.end()

@@ -1,0 +1,341 @@
+"""Which loop serves a `generate` call, why it is not ours, and what is refused before anything is computed.
+
+    own     our loop (`loop`): trees, batches, chunked prefill. Taken wherever the target passed the self-test.
+    plain   token by token, where speculation could not be exact.
+
+A loop that would write another text, or drop something it was given, does not get the call. Our loop places tokens,
+masks and positions on its own. What else belongs to the prompt (a picture) the model reads in its own first forward
+(`PromptForward`), and whether our rounds go on from there is tried (`continuation`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import QuantizedCache
+
+from ..cache.stock import held_length
+from ..drafter.assistant import Assistant
+from ..drafter.drafter import Eagle31Drafter
+from ..errors import ConfigurationError, IncompatibleTargetError, NotAttachedError, UnsupportedGenerationError
+from ..sampling.draw import why_noise_is_unknown
+from ..settings import require_count
+from ..targets.attention_functions import why_attention_is_unknown
+from .call import READ_WITH_THE_PROMPT, Call, beside_tokens, has_positions_of_its_own, left_padding
+from .continuation import why_not_continued
+from .own import drafting_of
+
+Loop = Literal["own", "plain"]
+# Why our loop must not have a call; `None` if it may.
+Objection = Callable[[Call], str | None]
+
+ASKED_FOR = "asked for"
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which loop, and the `reason` it is not ours; empty if it is."""
+
+    loop: Loop
+    reason: str = ""
+
+
+def choose_route(call: Call) -> Route:
+    """Our loop where it serves the call exactly, or the one that was asked for.
+
+    Raises:
+        UnsupportedGenerationError: our loop was asked for and cannot serve the call exactly.
+    """
+    settings = call.drafter.generation_config
+    if settings.speculation_loop == "plain":
+        return Route("plain", ASKED_FOR)
+    why = next((why for objection in AGAINST_OWN if (why := objection(call)) is not None), None)
+    if why is None:
+        return Route("own")
+    if settings.speculation_loop == "own":
+        raise UnsupportedGenerationError(not_served(why))
+    unused = "" if settings.stored_cache_type == "full" else "; cache_type is not used there"
+    return Route("plain", why + unused)
+
+
+def not_served(why: str) -> str:
+    """What is said where our loop was asked for by name and cannot write the text."""
+    return f"speculation_loop='own' cannot serve this request: {why}; set speculation_loop='auto' or change the request"
+
+
+# --- what only plain decoding does exactly ----------------------------------------------------------------------------
+
+
+def _one_forward_per_token(call: Call) -> str | None:
+    config = call.generation_config
+    if not call.model_inputs.get("use_cache", True):
+        return "use_cache=False leaves nothing to verify against"
+    if call.input_ids.shape[1] == 0 or call.model_inputs.get("inputs_embeds") is not None:
+        return "the prompt is given as inputs_embeds"
+    if config.output_attentions or config.output_hidden_states:
+        return "output_attentions / output_hidden_states want one forward per token"
+    return "synced_gpus" if call.synced_gpus else None
+
+
+def _unknown_noise(call: Call) -> str | None:
+    return why_noise_is_unknown(call.input_ids.device) if call.generation_config.do_sample else None
+
+
+def _foreign_cache(call: Call) -> str | None:
+    """Caches that only the model's own forwards, one token at a time, may write."""
+    cache, implementation = call.cache, call.generation_config.cache_implementation
+    if cache is not None and type(cache) is not DynamicCache:
+        ours = " (eagle.generation_config.cache_type='int8' can)" if isinstance(cache, QuantizedCache) else ""
+        return f"a {type(cache).__name__} cannot be rolled back exactly when drafts are rejected{ours}"
+    if getattr(cache, "offloading", False):
+        return "an offloaded cache moves its layers around during the forward pass"
+    if implementation not in (None, "dynamic"):
+        return f"cache_implementation={implementation!r} cannot be rolled back exactly when drafts are rejected"
+    return None
+
+
+def _attention_of_its_own(call: Call) -> str | None:
+    return why_attention_is_unknown(call.drafter.binding.model)
+
+
+def _rotations_that_change(call: Call) -> str | None:
+    limit = call.drafter.binding.rotates_alike_up_to
+    if not limit or not call.may_rotate_otherwise:
+        return None if limit != 0 else "it could not be found out whether the target rotates long texts otherwise"
+    return (
+        f"the text may come to {call.longest_text} tokens, and behind {limit} the target rotates all positions in "
+        "another way (rope scaling), so that it must be read token by token"
+    )
+
+
+def _more_positions_than_there_are(call: Call) -> str | None:
+    most = call.drafter.binding.most_positions
+    if most is None or call.longest_text <= most:
+        return None
+    return f"the text may come to {call.longest_text} tokens, and the target has {most} positions"
+
+
+def _drafts_beyond_what_rotates_alike(call: Call) -> str | None:
+    """Rows of a batch are drafted as far as the one that has most to write; graphs look deeper than a text's end."""
+    binding, settings = call.drafter.binding, call.drafter.generation_config
+    if binding.rotates_alike_up_to is None:
+        return None
+    is_eager = binding.head_device.type == "cpu" and settings.acceleration != "compile"
+    requested = drafting_of(call)
+    room = binding.rotates_alike_up_to - call.longest_text
+    if (is_eager and call.batch_size == 1) or requested.shape.depth <= room:
+        return None
+    return f"drafts of {requested.shape.depth} tokens may pass the {binding.rotates_alike_up_to} that are rotated alike"
+
+
+def _target_without_trees(call: Call) -> str | None:
+    binding = call.drafter.binding
+    unrecorded = "" if binding.mixers is None else binding.mixers.unrecorded
+    in_batches = binding.batch_unsupported_reason if call.batch_size > 1 else ""
+    return binding.tree_unsupported_reason or unrecorded or in_batches or None
+
+
+def _pads_that_are_counted(call: Call) -> str | None:
+    why = call.drafter.binding.padding_unsupported_reason
+    return why if why and any(left_padding(call.input_ids, call.attention_mask)) else None
+
+
+def _what_sees_a_batch_as_one(call: Call) -> str | None:
+    """Plain decoding shows all rows at once to processors, criteria and streamers, token by token."""
+    if call.batch_size == 1:
+        return None
+    if names := call.processing.bound_to_the_batch:
+        return f"{', '.join(names)} may keep one state for all rows of a batch"
+    if names := call.rules.names:
+        return f"{', '.join(names)} may end a row of the batch by what other rows hold"
+    if call.streamer is not None and not getattr(call.streamer, "takes_rows_apart", False):
+        return f"{type(call.streamer).__name__} is shown all rows of the batch at once, token by token"
+    return None
+
+
+def _inputs_we_know_nothing_of(call: Call) -> str | None:
+    """Inputs that our loop would not hand on."""
+    given = beside_tokens(call)
+    if others := [name for name in given if name not in {*READ_WITH_THE_PROMPT, "position_ids"}]:
+        return f"the model is given {', '.join(others)}, which our loop does not hand on"
+    cached = 0 if call.cache is None else held_length(call.cache)
+    if given and cached:
+        return f"the model is given {', '.join(given)} behind a cache that holds text already"
+    if given and call.generation_config.prefill_chunk_size is not None:
+        return f"the model is given {', '.join(given)}, which our loop does not read in chunks"
+    if cached and _has_placeholders(call):
+        return "the prompt's pictures are in the cache that was passed, and our loop might have to read them again"
+    return None
+
+
+def _inputs_of_one_forward_per_token(call: Call) -> str | None:
+    """Inputs that only one forward per token, prepared by the model, treats right."""
+    if why := _why_not_padded_left(call):
+        return why
+    if has_positions_of_its_own(call.position_ids, call.attention_mask):
+        return "position_ids are not those of the text"
+    if call.text_length > call.input_ids.shape[1] and (call.cache is None or held_length(call.cache) == 0):
+        return "the attention mask is longer than the prompts, and no cache holds what comes before them"
+    if "prepare_inputs_for_generation" in vars(call.model):  # PEFT's prefix and prompt tuning
+        return "the model's inputs are prepared by an adapter (prompt or prefix tuning)"
+    if call.batch_size > 1 and _has_adapters_by_row(call.model):
+        return "adapter_names gives each row of the batch its adapter"
+    return None
+
+
+def _why_not_padded_left(call: Call) -> str | None:
+    """Pads where only the model's own forwards, token by token, treat them as plain `generate` does.
+
+    A mask that is too short no loop can read: our own says so.
+    """
+    if call.text_length < call.input_ids.shape[1]:
+        return None
+    try:
+        left_padding(call.input_ids, call.attention_mask)
+    except UnsupportedGenerationError as error:
+        return str(error)
+    return None
+
+
+def _has_placeholders(call: Call) -> bool:
+    """Whether the prompts hold tokens that stand for pictures, films or sounds."""
+    config = call.model.config
+    names = [f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")]
+    ids = {token for name in names if isinstance(token := getattr(config, name, None), int)}
+    return bool(ids) and bool(torch.isin(call.input_ids, call.input_ids.new_tensor(sorted(ids))).any())
+
+
+def _has_adapters_by_row(model: Any) -> bool:
+    """PEFT names them in pre-hooks that are planted for the call."""
+    return any(
+        isinstance(hook, functools.partial) and "adapter_names" in hook.keywords
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+    )
+
+
+def _cache_of_a_batch(call: Call) -> str | None:
+    if call.batch_size == 1 or not getattr(call.cache, "_is_user_defined", False):
+        return None
+    return "a cache is carried for one row at a time, and this one is a batch's"
+
+
+AGAINST_OWN: tuple[Objection, ...] = (
+    _one_forward_per_token,
+    _unknown_noise,
+    _inputs_of_one_forward_per_token,
+    _attention_of_its_own,
+    _rotations_that_change,
+    _more_positions_than_there_are,
+    _drafts_beyond_what_rotates_alike,
+    _target_without_trees,
+    _foreign_cache,
+    _inputs_we_know_nothing_of,
+    _pads_that_are_counted,
+    _what_sees_a_batch_as_one,
+    _cache_of_a_batch,
+    why_not_continued,
+)
+
+
+# --- refused before anything is computed ------------------------------------------------------------------------------
+
+
+def check_before_work(model: Any, drafter: Assistant, config: GenerationConfig) -> None:
+    """Refuse a `generate` call of `model` by what is known before its inputs are looked at.
+
+    Raises:
+        NotAttachedError, IncompatibleTargetError: the drafter is not this model's.
+        ConfigurationError: a setting makes no sense.
+        UnsupportedGenerationError: a way to generate that drafts cannot follow exactly.
+    """
+    _check_attached(model, drafter)
+    _check_is_still_the_target(drafter)
+    _check_settings(drafter, config)
+    if getattr(config, "assistant_ensemble_weight", None) is not None:
+        raise UnsupportedGenerationError(
+            "assistant_ensemble_weight trades exactness for speed, and this drafter's output is exact; unset it"
+        )
+    if getattr(config, "dola_layers", None) is not None:
+        raise UnsupportedGenerationError(
+            "dola_layers decides by the target's early layers, which drafts are not verified against; leave "
+            "dola_layers out, or assistant_model"
+        )
+
+
+def _check_attached(model: Any, drafter: Assistant) -> None:
+    binding = drafter.binding
+    if binding.model is not model:
+        raise NotAttachedError(
+            f"the drafter is attached to another {type(binding.model).__name__} than the one that generates; call "
+            "eagle.attach(model) with this model"
+        )
+
+
+def _check_is_still_the_target(drafter: Assistant) -> None:
+    """What may have been done to the target since the drafter was attached."""
+    binding = drafter.binding
+    sizes = binding.vocabulary_sizes()
+    now = binding.model.get_input_embeddings(), binding.model.get_output_embeddings()
+    is_replaced = now[0] is not binding.embedding or now[1] is not binding.lm_head
+    if is_replaced and all(_is_around(*pair) for pair in zip(now, (binding.embedding, binding.lm_head), strict=True)):
+        drafter.attach(binding.model)  # adapters of single tokens (PEFT) were put around them
+        return
+    if is_replaced or sizes != binding.sizes_attached:
+        raise IncompatibleTargetError(
+            "the target's vocabulary was resized or its head replaced after the drafter was attached (vocabulary "
+            f"{sizes.configured}, embedding {sizes.embedded} rows{_drafters_vocabulary(drafter)}); call "
+            "eagle.attach(model) again, which says whether the drafter still fits"
+        )
+    binding.compute_dtype = binding.model.dtype  # model.double() and the like
+
+
+def _is_around(outer: Any, inner: Any) -> bool:
+    return isinstance(outer, nn.Module) and any(module is inner for module in outer.modules())
+
+
+def _check_settings(drafter: Assistant, config: GenerationConfig) -> None:
+    """The drafter's, and what of them the call itself asks for."""
+    drafter.generation_config.check()
+    if isinstance(drafter, Eagle31Drafter):
+        _check_width(drafter)
+    else:
+        _check_without_drafter(drafter)
+    for name in ("prefill_chunk_size", "num_assistant_tokens"):
+        if (value := getattr(config, name, None)) is not None:
+            require_count(name, value)
+
+
+def _check_width(drafter: Eagle31Drafter) -> None:
+    top_k = drafter.generation_config.asked_top_k or 1
+    size = drafter.config.draft_vocab_size or drafter.config.vocab_size
+    if top_k > size:
+        raise ConfigurationError(
+            f"draft_top_k is {top_k}, more than the {size} tokens this drafter can draft; trees rarely gain from "
+            "more than 10"
+        )
+
+
+def _check_without_drafter(assistant: Assistant) -> None:
+    """Settings of a network that is not there are not silently left out."""
+    settings = assistant.generation_config
+    told = {name: getattr(settings, name) for name in ("draft_tree_size", "draft_min_confidence", "draft_window")}
+    told["draft_top_k"] = settings.draft_top_k if (settings.draft_top_k or 1) > 1 else None
+    if settings.num_assistant_tokens_schedule == "pid":
+        told["num_assistant_tokens_schedule"] = settings.num_assistant_tokens_schedule
+    asked = [f"{name}={value!r}" for name, value in told.items() if value is not None]
+    if asked:
+        raise ConfigurationError(
+            f"got {', '.join(asked)}, but there is no drafter: what the text repeats is drafted as chains, of up to "
+            "num_assistant_tokens; leave it out, or attach a drafter"
+        )
+
+
+def _drafters_vocabulary(drafter: Assistant) -> str:
+    return f", drafter {drafter.config.vocab_size}" if isinstance(drafter, Eagle31Drafter) else ""

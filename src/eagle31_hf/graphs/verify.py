@@ -1,0 +1,167 @@
+"""A target's verification as graphs of fixed shape.
+
+A graph pays only where shapes repeat, so blocks are padded to the sizes of `cache.graph_sizes`, and what is padded is
+masked. The first call at a new shape is served by the eager code, which is the reference: a graph that cannot be made,
+or that disagrees, is given up and the text goes on unchanged (`graphs`). Prefill always stays eager. Single tokens have
+a graph of their own where many come in a row, since what is padded can cost as much again (two cores of a Zen 4, bf16,
+the embedded pair: a round of 2.3 ms instead of 3.5 to 5.4). Graphs make their masks themselves, unless layers see only
+a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..cache.graph_sizes import node_bucket
+from ..cache.placement import BlockReading
+from ..cache.speculative import SpeculativeCache
+from ..cache.states import BlockTrace
+from ..drafting.draft_tree import DraftTree
+from ..targets.binding import TargetBinding, TargetOutput
+from ..targets.verify import Verification
+from .fixed_cache import FixedShapeCache
+from .graph_makers import GraphKey, Step
+from .graphs import Graphs
+from .inputs import GraphInputs
+from .settle import CompiledSettling
+
+Masks = Tensor | dict[str, Tensor | None] | None
+
+
+class VerifiedBlock(NamedTuple):
+    """What a graph gives: the target's output, and what the block left in layers with states."""
+
+    logits: Tensor
+    aux: Tensor | None
+    traces: tuple[BlockTrace, ...]
+
+    def decisive(self) -> list[Tensor]:
+        """What later tokens depend on: logits, and what states will be moved on by."""
+        return [self.logits, *(tensor for trace in self.traces for tensor in trace.tensors)]
+
+
+class CompiledVerification:
+    """Verification forwards of one generation, compiled where shapes allow; called as `Verification` is.
+
+    Args:
+        binding, cache: as in `Verification`; the cache of a size that `graph_sizes.cache_size` gives.
+        graphs: the pair's.
+        most_nodes: most nodes of a round.
+    """
+
+    def __init__(self, binding: TargetBinding, cache: SpeculativeCache, graphs: Graphs, *, most_nodes: int):
+        self.binding, self.cache, self.graphs, self.most_nodes = binding, cache, graphs, most_nodes
+        self.eager = Verification(binding, cache)
+        self.inputs = GraphInputs(cache)
+        self._attention = binding.attention
+        self.settling = CompiledSettling(cache, graphs, self.inputs)
+
+    def __call__(self, tree: DraftTree, *, rests: bool = False) -> TargetOutput:
+        """As `Verification`; the binding must be capturing if there is a drafter.
+
+        Args:
+            rests: whether a single token is one of many, for which a graph pays; not so the last one of a text.
+        """
+        self.settling.traces = None
+        rows, size = tree.tokens.shape
+        masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
+        self.cache.place(size, reading=BlockReading.of_drafts())
+        unmasked = size == 1 and self.cache.has_windows  # padding would want a mask of each kind of layer
+        # Masks that some layers with states do not take.
+        is_eager = self.cache.has_states and self.cache.has_windows
+        if unmasked or is_eager or not self.inputs.make_room(self._width(size)):
+            return self.eager(tree)
+        key = self._key_of(rows, size, masks_trees=masks_trees, rests=rests)  # rows may have become longer
+        nodes = key.size
+        pays = self.inputs.rows_pay and (size > 1 or (nodes == 1 and rests))
+        output: VerifiedBlock = self.graphs.run_or_eager(
+            key,
+            partial(_verify_step, self.binding) if pays else None,
+            lambda: self._inputs(tree, nodes, masks_trees),
+            lambda: self._eager_block(tree),
+            compared=VerifiedBlock.decisive,
+        )
+        for layer, trace in zip(self.cache.with_states, output.traces, strict=True):
+            layer.take_over(trace)
+        self.settling.traces = output.traces
+        if size == nodes:
+            return TargetOutput(output.logits, output.aux)
+        return TargetOutput(output.logits[:, :size], None if output.aux is None else output.aux[:, :size])
+
+    def _eager_block(self, tree: DraftTree) -> VerifiedBlock:
+        output = self.eager(tree)
+        return VerifiedBlock(output.logits, output.aux, tuple(layer.trace() for layer in self.cache.with_states))
+
+    def keep(self, path: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
+        """Commit accepted nodes as `SpeculativeCache.keep` does; states by a graph, if one has read the block."""
+        self.cache.keep(path, counts, settle=self.settling)
+
+    def _key_of(self, rows: int, size: int, *, masks_trees: bool, rests: bool) -> GraphKey:
+        """The graph that serves so many nodes; it may be padded."""
+        offsets = self.cache.position_offsets
+        axes = 0 if offsets is None else len(offsets)
+        shape = masks_trees, axes, *self.inputs.mask_widths.items(), self._attention
+        exact = GraphKey("verify", rows, size, shape)
+        if size == 1 and (exact in self.graphs.keys or (rests and self.graphs.can_compile(exact))):
+            return exact
+        return exact._replace(size=self._width(size))
+
+    def _width(self, size: int) -> int:
+        return node_bucket(size, self.most_nodes, exact=self.graphs.maker.exact_sizes)
+
+    def _inputs(self, tree: DraftTree, nodes: int, masks_trees: bool) -> tuple:
+        """What a graph reads; masks only where it cannot make them itself."""
+        inputs, rows, offsets = self.inputs, len(tree.tokens), self.cache.position_offsets
+        positions, missing = tree.positions, nodes - tree.size
+        if missing:
+            positions = F.pad(positions, (0, missing))  # padding has the root's, which is a valid one
+        if offsets is not None:
+            positions = positions + offsets[:, :, None]  # (A, B, N)
+        return (
+            inputs.fill("tokens", tree.tokens, (rows, nodes)),
+            inputs.slots(nodes),
+            inputs.fill("positions", positions, (rows, nodes) if offsets is None else (len(offsets), rows, nodes)),
+            inputs.fill("ancestors", tree.ancestors, (rows, nodes, nodes)) if masks_trees else None,
+            self._masks(tree, rows, nodes) if self.cache.has_windows else None,
+            inputs.fixed,
+        )
+
+    def _masks(self, tree: DraftTree, rows: int, nodes: int) -> Masks:
+        mask, widths, fill = self.eager.mask(tree), self.inputs.mask_widths, self.inputs.fill_mask
+        assert mask is not None, "single tokens, which go without a mask, stay eager"
+        if isinstance(mask, Tensor):
+            (width,) = widths.values()
+            return fill("mask", mask, (rows, 1, nodes, width))
+        return {kind: fill(kind, mask[kind], (rows, 1, nodes, width)) for kind, width in widths.items()}  # type: ignore[arg-type]
+
+
+def _verify_step(binding: TargetBinding) -> Step:
+    dtype = binding.compute_dtype
+
+    def verify(
+        tokens: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        ancestors: Tensor | None,
+        masks: Masks,
+        cache: FixedShapeCache,
+    ) -> VerifiedBlock:
+        cache.at(slots).place(tokens.shape[1])
+        if masks is None:
+            masks = cache.masks(dtype, ancestors)
+        output = binding.forward(tokens, slots[:, :1] + positions, masks, cache)
+        return VerifiedBlock(output.logits, output.aux, cache.traces())
+
+    return verify
+
+
+def why_states_are_eager(binding: TargetBinding, *, capturing: bool) -> str:
+    """Why graphs do not serve what layers with states keep; empty where there are none, or graphs are captured."""
+    if capturing or not binding.has_states:
+        return ""
+    return "its target keeps recurrent states, which graphs for a CPU do not move on"

@@ -1,0 +1,354 @@
+"""Our decoding loop: rounds over a batch of texts, any batch, any prompt.
+
+The decoder keeps rows and text; what a round computes is the `Round`'s business. One step (`SpeculativeDecoder.step`)
+is the figure in docs/developing/architecture.md. Each row accepts its own number of tokens; the host waits for the
+device once a round, to read what was accepted. Rows that have ended leave the batch, unless graphs were made for its
+size: then they stand still in it until few are left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..drafter.assistant import Assistant
+from ..drafting.draft_tree import DraftTree
+from ..drafting.plan import DraftPlan, RoundState, RoundStats
+from ..graphs.graph_makers import GraphMaker
+from ..sampling.draw import NOT_PLAIN, choose
+from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
+from ..targets.binding import TargetBinding
+from .accept import Accepted, sync_accepted
+from .carried_cache import BEFORE_THE_ANSWER
+from .choosing import RoundBatch
+from .memory_ladder import Stage
+from .pair import last_graphs
+from .pair_caches import PairCaches
+from .prefill import ChunkedPrefill, PrefillState
+from .request import DecodingRequest
+from .round import Round, Written
+
+logger = logging.getLogger(__name__)
+
+
+class SpeculativeDecoder:
+    """One generation with our own loop: `run` it, or `prefill` and then `step` while there are `rows`.
+
+    Args:
+        drafter: attached, or `NoDrafter`; its binding's target verifies.
+        request: what to write.
+
+    Attributes:
+        rows: which row of the texts each row of the caches is; empty once all have ended.
+        round: drafts, verifies, accepts and commits.
+        maker: where its graphs come from; `None`: it is eager code. See `use_graphs`.
+        largest: the largest draft that policies are offered.
+        chunk: prompt columns per target forward.
+        stage: where a step is; after a failure, where it happened.
+        reading: the text that was last read into the caches (prefill).
+    """
+
+    def __init__(self, drafter: Assistant, request: DecodingRequest):
+        self.drafter, self.request = drafter, request
+        self.binding: TargetBinding = drafter.binding
+        self.sequences = request.sequences
+        self.clock = PhaseClock(request.stats)
+        self.rows = list(range(self.sequences.batch_size))
+        self.stage, self.largest = Stage.PREFILL, request.shape
+        prompt = self.sequences.prompts.shape[1] - request.start.skip  # columns still to be read
+        self.chunk = min(request.prefill_chunk or prompt, prompt)
+        self.reading: PrefillState | None = None
+        self.maker = request.graph_maker
+        self._streamed = [0] * len(self.rows)  # new tokens of each row of the batch that were shown
+        self.round = self._rounds_over(self._new_caches(len(self.rows)))
+
+    @property
+    def caches(self) -> PairCaches:
+        return self.round.caches
+
+    def use_graphs(self, maker: GraphMaker | None) -> None:
+        """Go on with graphs of this maker, or without any, over the same caches. Between two steps."""
+        self.maker = maker
+        self.round = self._rounds_over(self.caches)
+
+    def renew_caches(self, batch_size: int, *, with_drafter: bool) -> None:
+        """Go on over empty caches for so many rows; the old ones go before the new ones come."""
+        self.caches.give_back()
+        del self.round
+        caches = self._new_caches(batch_size)
+        if not with_drafter:
+            caches.drafter = None
+        self.round = self._rounds_over(caches)
+
+    def _rounds_over(self, caches: PairCaches) -> Round:
+        return Round(self.drafter, caches, self.request, self.clock, self.maker)
+
+    def _new_caches(self, batch_size: int) -> PairCaches:
+        cache_type = self.request.stats.cache_type = self.drafter.generation_config.stored_cache_type
+        captures = self.maker is not None and self.maker.exact_sizes
+        caches = PairCaches.make(
+            self.drafter,
+            self.largest,
+            batch_size=batch_size,
+            length=self.request.start.before_prompts + self.sequences.rules.max_length,
+            chunk=self.chunk,
+            for_graphs=self.maker is not None,
+            exact_sizes=captures,
+            cache_type=cache_type,
+            device=self.sequences.prompts.device,
+        )
+        if captures:
+            caches.write_in(last_graphs(self.drafter).kept)
+        return caches
+
+    def run(self) -> Tensor:
+        """Write until every row must stop. Returns `(B, L + n)` ids as `generate` does."""
+        with self.borrowing():
+            self.prefill()
+            self.stream()
+            while self.rows:
+                self.step()
+                self.stream()
+            return self.finish()
+
+    @contextmanager
+    def borrowing(self) -> Iterator[None]:
+        """Around all that is done with the caches: the next text may write in their memory, however this one ends.
+
+        An interrupted one can live on in a traceback that a notebook keeps.
+        """
+        try:
+            yield
+        finally:
+            self.caches.give_back()
+
+    def finish(self) -> Tensor:
+        """Close the figures and return the text, `(B, L + n)` ids."""
+        self.clock.stop()
+        self._settle_noise()
+        self.request.stats.new_tokens = sum(len(new) for new in self.sequences.new)
+        return self.sequences.assemble()
+
+    def _settle_noise(self) -> None:
+        """Leave torch's generator where plain `generate` would have left it."""
+        noise = self.request.noise
+        if noise is not None and not noise.settle(self.sequences.output_length):
+            self.request.stats.fall_back(NOT_PLAIN)
+
+    # --- prefill -------------------------------------------------------------------------------------------------
+
+    def prefill(self) -> None:
+        """Target and drafter read the prompts; then the target's first token."""
+        self.stage = Stage.PREFILL
+        skip = self.request.start.skip
+        with self.clock.phase("prefill"):
+            self.request.start.load(self.caches.target, self.caches.drafter)
+            texts = [self.sequences.text(row, skip) for row in self.rows]
+            self.first_token(self.read(texts, unread=0))
+
+    def read(self, texts: Sequence[Sequence[int]], *, unread: int) -> PrefillState:
+        """Target and drafter read what lies behind their caches, in chunks; see `PrefillState`."""
+        prefill = ChunkedPrefill(self.binding, self.caches.target, self.caches.drafter)
+        prompts, device = self.request.prompts, self.sequences.prompts.device
+        if prompts is not None and not any(self.caches.target.lengths):
+            self.reading = PrefillState(texts, unread=0, device=device)
+            prefill.read_prompts(prompts, self.rows, self.reading, self.chunk)
+            if not unread:
+                return self.reading
+            texts = [text[n:] for text, n in zip(texts, prompts.lengths(self.rows), strict=True)]
+        written = [min(len(text), len(self.sequences.new[row])) for text, row in zip(texts, self.rows, strict=True)]
+        if self.caches.target.has_states and any(written):
+            texts = self._read_prompts_apart(prefill, texts, written)
+            prefill = ChunkedPrefill(self.binding, self.caches.target, self.caches.drafter, as_drafts=True)
+        self.reading = PrefillState(texts, unread=unread, device=device)
+        pause = self._snapshot_column(texts)
+        if pause == 0 and any(self.caches.target.lengths):  # all that is new is as short as that
+            self._take_snapshot()
+        prefill.read(self.reading, self.chunk, pause=pause, at_pause=self._take_snapshot)
+        return self.reading
+
+    def _snapshot_column(self, texts: Sequence[Sequence[int]]) -> int:
+        """Where states are kept for a next turn that rewrites this one's answer; -1: nowhere."""
+        end = self.request.end
+        is_first = end is not None and end.snapshot is None and not any(self.sequences.new)
+        return max(len(texts[0]) - BEFORE_THE_ANSWER, 0) if is_first and self.caches.target.has_states else -1
+
+    def _take_snapshot(self) -> None:
+        assert self.request.end is not None, "somebody wants the cache"
+        self.request.end.snapshot = self.caches.target.held_states()
+
+    def _read_prompts_apart(
+        self, prefill: ChunkedPrefill, texts: Sequence[Sequence[int]], written: Sequence[int]
+    ) -> list[Sequence[int]]:
+        """Read what of the texts belongs to prompts and return the rest, of which `written` tokens were decoded one by
+        one: layers with states may compute otherwise over many tokens."""
+        self.reading = PrefillState(texts, unread=0, device=self.sequences.prompts.device)
+        self.reading.to_read = [len(text) - n for text, n in zip(texts, written, strict=True)]
+        prefill.read(self.reading, self.chunk)
+        return [text[n:] for text, n in zip(texts, self.reading.to_read, strict=True)]
+
+    def first_token(self, prompts: PrefillState) -> None:
+        """Write the token after each prompt, which no draft was made for."""
+        batch = self._batch()
+        chosen = self.choose_first(torch.stack(prompts.last_logits), batch)  # type: ignore[arg-type]
+        written = self._write([[token] for token in chosen], batch)
+        self.stage = Stage.COMMIT
+        if self.caches.drafter is not None and self._goes_on:
+            self.caches.drafter.absorb(*prompts.pair(written))
+        self._after_round()
+
+    def choose_first(self, logits: Tensor, batch: RoundBatch) -> list[int]:
+        """First token of each row from `(B, V)`."""
+        request, rows = self.request, self.rows
+        scores = request.processing.row_scores(lambda b: self.sequences.prefix(rows[b]), logits, rows, request.asked)
+        request.begin(scores.shape[-1])
+        noise = request.noise_for(batch, 1)
+        choice = scores.argmax(-1) if noise is None else choose(scores, noise[:, 0])
+        (rule,) = batch.rules
+        lengths = [self.sequences.length(row) for row in rows]
+        chosen = rule.keep(range(len(rows)), lengths, choice.tolist())
+        self._collect({b: [(scores[b], logits[b])] for b in batch.live})
+        return chosen
+
+    # --- one round -----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One round: draft, verify, accept; from then on the text is longer, and the caches follow."""
+        self.clock.begin_round()
+        self.stage, batch = Stage.DRAFT, self._batch()
+        batch = replace(batch, plan=self._plan(batch))
+        tree = self.round.draft(batch)
+        self.stage = Stage.VERIFY
+        verified = self.round.verify(tree)
+        accepted = self.round.accept(tree, verified, batch)
+        paths, emitted, is_broken = sync_accepted(accepted, partial(self._is_broken, tree, batch))
+        self.clock.note_wait()
+        if is_broken:
+            self._stop_drafting()
+        self._collect_scores(accepted, verified.logits, paths, batch)
+        written = Written(paths, self._write(emitted, batch))
+        self.stage = Stage.COMMIT
+        self._record(tree, [len(paths[b]) - 1 for b in batch.live], batch)
+        if self._goes_on:
+            self.round.commit(accepted, verified, written)
+        self._after_round()
+        self.clock.end_round()
+
+    def _is_broken(self, tree: DraftTree, batch: RoundBatch) -> Tensor:
+        """`()` whether the drafter's scores were no numbers; not so where it has made no draft."""
+        session, plan = self.caches.drafter, batch.plan
+        if session is None or plan is None or plan.tokens is not None or tree.size == 1:
+            return torch.zeros((), dtype=torch.bool, device=tree.tokens.device)
+        return session.root.logits[:, 0, :1].isnan().any()
+
+    def _stop_drafting(self) -> None:
+        """No drafter for the rest of the text."""
+        stats = self.request.stats
+        stats.events.append(DraftEvent(stats.accepted + stats.rounds, "stop", NOT_A_NUMBER))
+        logger.warning("eagle31: %s", NOT_A_NUMBER)
+        self.caches.drafter = None
+        self.largest = self.largest.cut_to(0)
+        self.use_graphs(None)
+
+    def _batch(self) -> RoundBatch:
+        return RoundBatch(self.request, list(self.rows), self.unfinished_rows())
+
+    def _plan(self, batch: RoundBatch) -> DraftPlan | None:
+        """What the policy wants of this round; it is not asked where nothing can be drafted."""
+        live_rows = [self.rows[b] for b in batch.live]
+        remaining = max(self.sequences.remaining_tokens(row) for row in live_rows)
+        if remaining < 2 or self.largest.depth < 1:
+            return None
+        assert self.request.policy is not None, "every request has one"
+        plan = self.request.policy.next_draft(RoundState(self.largest, live_rows, self.sequences, remaining))
+        shape = plan.shape.within(self.largest)
+        return plan if shape is plan.shape else replace(plan, shape=shape)
+
+    def _record(self, tree: DraftTree, accepted: list[int], batch: RoundBatch) -> None:
+        stats, plan, depth, nodes = self.request.stats, batch.plan, tree.max_depth, tree.size - 1
+        stats.record_round(depth=depth, nodes=nodes, accepted=accepted)
+        if plan is not None:
+            stats.skipped_rounds += plan.skips
+            rows = tuple(self.rows[b] for b in batch.live)
+            assert self.request.policy is not None, "it has planned the round"
+            seconds = self.clock.round_s
+            self.request.policy.record(RoundStats(plan, depth, nodes, rows, tuple(accepted), seconds))
+
+    def _write(self, emitted: list[list[int]], batch: RoundBatch) -> list[list[int]]:
+        """Add each live row's new tokens to the text. Returns those of them that come before the row's end."""
+        written: list[list[int]] = [[] for _ in self.rows]
+        self._require_tokens([emitted[b] for b in batch.live])
+        for b in batch.live:
+            written[b] = emitted[b][: self.sequences.append(self.rows[b], emitted[b])]
+        self.clock.note_tokens(sum(len(new) for new in self.sequences.new))
+        self.sequences.stop_if_out_of_time()
+        return written
+
+    def _require_tokens(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Raise as `generate` does where there was nothing to sample from (`draw.choose`)."""
+        noise = self.request.noise
+        if noise is not None and any(noise.vocabulary in tokens for tokens in emitted):
+            raise ValueError(
+                "the target's scores are no numbers, or its processors have forbidden every token: there is nothing to "
+                "sample from; look at the model's dtype and at the logits processors"
+            )
+
+    def stream(self) -> None:
+        """Show what was written since the last time. Apart from the round: what a streamer raises is not ours."""
+        if self.request.on_tokens is None:
+            return
+        for row, new in enumerate(self.sequences.new):
+            if len(new) > self._streamed[row]:
+                start, self._streamed[row] = self._streamed[row], len(new)
+                self.request.on_tokens(row, new[start:])
+
+    @property
+    def shown(self) -> int:
+        """New tokens of the first row that were shown."""
+        return self._streamed[0]
+
+    # --- after a round -------------------------------------------------------------------------------------------
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether somebody needs caches that are up to date with the text."""
+        return bool(self.unfinished_rows()) or self.request.end is not None
+
+    def _after_round(self) -> None:
+        """Let rows go that have ended."""
+        staying = self.unfinished_rows()
+        if not staying:
+            self.rows = []
+        elif len(staying) < len(self.rows) and not self.round.keeps_ended_rows(len(staying)):
+            self.drop_rows(staying)
+
+    def unfinished_rows(self) -> list[int]:
+        """Places of the rows that need more tokens."""
+        live = set(self.sequences.live_rows())
+        return [b for b, row in enumerate(self.rows) if row in live]
+
+    def drop_rows(self, staying: Sequence[int]) -> None:
+        """Go on with the rows at these places."""
+        self.rows = [self.rows[b] for b in staying]  # first: caches that do not follow are known by it
+        self.round.select_rows(staying)
+
+    # --- scores that somebody wants ------------------------------------------------------------------------------
+
+    def _collect_scores(self, accepted: Accepted, logits: Tensor, paths: list[list[int]], batch: RoundBatch) -> None:
+        scores = accepted.scores
+        if self.request.keep_scores or self.request.keep_logits:
+            self._collect({b: [(scores[b, node], logits[b, node]) for node in paths[b]] for b in batch.live})
+
+    def _collect(self, steps: dict[int, list[tuple[Tensor, Tensor]]]) -> None:
+        """Keep `(scores, logits)` of the tokens that live rows are about to get, if asked to."""
+        for row, taken in ((self.rows[b], each) for b, each in steps.items()):
+            if self.request.keep_scores:
+                self.sequences.scores[row].extend(scores for scores, _ in taken)
+            if self.request.keep_logits:
+                self.sequences.logits[row].extend(logits.float() for _, logits in taken)

@@ -1,0 +1,353 @@
+"""A round: draft, verify, accept, commit. Each step is answered by a graph where there is one, else by eager code.
+
+With chains of fixed length and trees a round is two graphs, sampled or not: the target's verification, and one that
+accepts, reads and drafts again. A chain that doubt may end takes a graph per draft step. Nothing made ahead is kept
+before the host has seen where the text ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..drafter.assistant import Assistant
+from ..drafter.draft_scores import InGrammar, draft_scores, scores_in_grammars
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.propose import DraftChoice, DraftScores, DraftStepper, grow_tree, propose_chain
+from ..drafter.session import absorbed
+from ..drafting.draft_tree import DraftTree
+from ..drafting.host_numbers import on_device
+from ..drafting.shape import DraftShape
+from ..graphs.draft_graphs import ChosenBy, GraphChoice
+from ..graphs.draft_session import CompiledDrafting
+from ..graphs.graph_makers import GraphMaker
+from ..graphs.graphs import Graphs
+from ..graphs.round_graphs import AcceptedAhead, RoundGraph
+from ..graphs.verify import CompiledVerification, why_states_are_eager
+from ..settings import DraftLength
+from ..stats import PhaseClock
+from ..targets.binding import TargetOutput
+from ..targets.verify import Verification
+from .accept import Accepted, Acceptor
+from .choosing import ChoiceRule, Choosing, RoundBatch, warp_drafts
+from .pair import current_graphs, last_graphs
+from .pair_caches import PairCaches
+
+MOST_ROUND_GRAPHS = 64
+"""Shapes and ways to choose that are remembered; what is recorded for them is `Graphs`' business."""
+
+LIVE_SHARE = 0.25
+"""Share of a batch by graphs that must need tokens for the others to stay in it; measured on a small pair only."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the text got of a round, by row of the caches.
+
+    Attributes:
+        paths: accepted nodes, the root first; more of them than tokens were written where the text ended.
+        tokens: written ones, none for a row that stands still.
+    """
+
+    paths: list[list[int]]
+    tokens: list[list[int]]
+
+    @property
+    def counts(self) -> list[int]:
+        return [len(tokens) for tokens in self.tokens]
+
+
+class Round:
+    """One round after the other over one pair of caches. Each step may fail: nothing is kept of a round before
+    `commit`.
+
+    Without a drafter the target's verification alone has a graph. Over caches of 8 bits, which graphs cannot read, the
+    target stays eager.
+
+    Args:
+        drafter: attached.
+        caches: of target and drafter: all that outlives a round.
+        choosing: the texts, and how they choose their tokens.
+        clock: charged with the seconds of drafting and verifying.
+        maker: where graphs come from that are not there yet; `None`: all is eager code.
+    """
+
+    def __init__(
+        self,
+        drafter: Assistant,
+        caches: PairCaches,
+        choosing: Choosing,
+        clock: PhaseClock,
+        maker: GraphMaker | None = None,
+    ):
+        self.caches, self.choosing, self.clock, self.binding = caches, choosing, clock, drafter.binding
+        self._verify = Verification(self.binding, caches.target)
+        self.graphs: Graphs | None = None
+        self.drafting: CompiledDrafting | None = None
+        self.verification: CompiledVerification | None = None
+        self._round_graphs: dict[Hashable, RoundGraph] = {}
+        self._ahead: AcceptedAhead | None = None  # the next draft, if a graph has made it
+        self._made_for = 0  # `Placement.row_changes` then: those that join later know nothing of it
+        self._by_graphs: CompiledDrafting | None = None  # what this round's drafts are made with, if not by eager code
+        self._begins = False  # whether nothing of some row is in the caches yet, which graphs take for granted
+        self._rests = False  # whether nothing is drafted because it would be in vain
+        if maker is not None:
+            self._use_graphs(drafter, maker)
+
+    def _use_graphs(self, drafter: Assistant, maker: GraphMaker) -> None:
+        stats = self.choosing.stats
+        if why := _why_eager(drafter, self.caches, maker):
+            stats.fall_back(why)
+            return
+        self.graphs = (last_graphs(drafter) if maker.weights_seen else current_graphs(drafter)).made_by(maker)
+        if self.caches.drafter is not None:
+            self.drafting = CompiledDrafting(self.caches.drafter, self.graphs)
+        if stats.cache_type == "full":
+            most = self.choosing.shape.nodes
+            self.verification = CompiledVerification(self.binding, self.caches.target, self.graphs, most_nodes=most)
+        else:
+            stats.fall_back("verification is not compiled over a cache in 8 bits")
+        stats.fall_back(self.graphs.disabled_reason)
+
+    # --- draft ---------------------------------------------------------------------------------------------------
+
+    def draft(self, batch: RoundBatch) -> DraftTree:
+        """This round's drafts as planned, or fewer where there is no room for as many."""
+        ahead, self._ahead, self._by_graphs = self._ahead, None, None
+        session, plan, depth = self.caches.drafter, batch.plan, batch.draft_depth
+        self._begins = self.graphs is not None and not min(self.caches.target.lengths)
+        self._rests = session is None or (plan is not None and plan.skips)
+        with self.clock.phase("draft"):
+            if plan is None or depth < 1:
+                return DraftTree.chain(batch.roots[:, None])
+            if plan.tokens is not None:
+                return given_chain(batch, plan.tokens, depth)
+            if session is None:
+                return DraftTree.chain(batch.roots[:, None])
+            if self.drafting is None or self._begins:
+                session.catch_up()
+                return propose(session, batch, session.drafter)
+            self._by_graphs = self.drafting
+            self.drafting.catch_up()
+            tree = self._draft_at_once(self.drafting, ahead, plan.shape, batch)
+            return propose(self.drafting, batch, session.drafter) if tree is None else tree
+
+    def _draft_at_once(
+        self, drafting: CompiledDrafting, ahead: AcceptedAhead | None, shape: DraftShape, batch: RoundBatch
+    ) -> DraftTree | None:
+        """What the last round's end has drafted ahead, or a draft by one graph; `None` where there is neither."""
+        same_rows = self._made_for == self.caches.target.placement.row_changes
+        if ahead is not None and same_rows and _serves(ahead.shape, shape):
+            return ahead.to_tree(batch.draft_depth)
+        rule = batch.only_rule
+        if rule is None:
+            return None
+        processing = rule.processing
+        is_never_asked = processing.in_order and not processing.can_fork
+        if not shape.is_tree and (shape.min_confidence or not (processing.warps_drafts or is_never_asked)):
+            return None
+        roots, depth = batch.roots, batch.draft_depth
+        return drafting.whole(roots, shape, depth, _in_graphs(rule), _chosen_by(batch, shape.depth))
+
+    # --- verify --------------------------------------------------------------------------------------------------
+
+    def verify(self, tree: DraftTree) -> TargetOutput:
+        """Logits `(B, N, V)` and, for a drafter, hidden states `(B, N, A*Ht)` of every node, in one target forward."""
+        stats = self.choosing.stats
+        if self.graphs is None or self.verification is None or self._begins:
+            with self.clock.phase("verify"), self._capturing():
+                return self._verify(tree)
+        stats.fall_back(self.graphs.disabled_reason)  # a draft step may have failed
+        with self.clock.phase("verify"), self._capturing():
+            output = self.verification(tree, rests=self._rests)
+        stats.fall_back(self.graphs.disabled_reason)
+        return output
+
+    def _capturing(self) -> AbstractContextManager[None]:
+        """Around a forward of the target: hidden states are kept where there is a drafter to read them."""
+        return nullcontext() if self.caches.drafter is None else self.binding.capturing()
+
+    # --- accept --------------------------------------------------------------------------------------------------
+
+    def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
+        """What the target says to the drafts. Waits for the device only where that is free."""
+        self._ahead, graph = None, self._round_graph(batch)
+        if graph is not None and verified.aux is not None:
+            with self.clock.phase("draft"):
+                chosen_by = _chosen_by(batch, graph.step.looks_ahead)
+                self._ahead = graph(tree, verified.logits, verified.aux, chosen_by)
+        if self._ahead is None:
+            return Acceptor(tree, verified.logits, batch).accept()
+        self._made_for = self.caches.target.placement.row_changes
+        return Accepted(tree, self._ahead.acceptance, {}, self._ahead.for_host)
+
+    def _round_graph(self, batch: RoundBatch) -> RoundGraph | None:
+        """What accepts drafts of the planned shape and makes the next ones, where scores are of no other use."""
+        if self.drafting is None or self._begins:
+            return None
+        plan, rule = batch.plan, batch.only_rule
+        if plan is None or plan.tokens is not None or not RoundGraph.serves(plan.shape):
+            return None
+        if rule is None or self.choosing.wants_scores or not rule.processing.warps_drafts:
+            return None
+        choosing = _in_graphs(rule)
+        key = plan.shape, choosing.key
+        if key not in self._round_graphs:
+            if len(self._round_graphs) == MOST_ROUND_GRAPHS:  # each of a server's clients may ask for something else
+                self._round_graphs.clear()
+            self._round_graphs[key] = RoundGraph(self.drafting, plan.shape, choosing)
+        return self._round_graphs[key]
+
+    # --- commit --------------------------------------------------------------------------------------------------
+
+    def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
+        """Keep what was written in the target's cache; by its next draft the drafter has read it, too."""
+        keeping = self.caches.target if self.verification is None else self.verification
+        keeping.keep(written.paths, written.counts)
+        ahead, session = self._ahead, self.caches.drafter
+        if ahead is not None and session is not None:
+            with self.clock.phase("draft"):
+                session.commit(ahead.state, None, written.counts, ahead.width)
+        else:
+            self._absorb(written.tokens, aux_of_path(accepted, verified.aux, max(written.counts)))
+
+    def _absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
+        """Read this at once where drafts are made by graphs, else leave it to the next draft: before a pause that need
+        not be soon, at a text's end never."""
+        session = self.caches.drafter
+        if session is None or aux is None:
+            return
+        width = len(tokens[0])
+        with self.clock.phase("draft"):
+            if self._by_graphs is not None:
+                self._by_graphs.absorb(*absorbed(tokens, aux))
+            elif all(len(row) == width for row in tokens):
+                session.put_off(tokens, aux if aux.shape[1] == width else aux.narrow(1, 0, width))
+            else:
+                session.absorb(*absorbed(tokens, aux))
+
+    # --- rows ----------------------------------------------------------------------------------------------------
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows of the caches only."""
+        self.caches.select_rows(rows)
+
+    def keeps_ended_rows(self, num_live: int) -> bool:
+        """Whether ended rows had better stay in the batch while so many need tokens: graphs are made for its size."""
+        by_graphs = self.graphs is not None and self.verification is not None and not self.graphs.disabled_reason
+        return by_graphs and num_live >= LIVE_SHARE * self.caches.batch_size
+
+
+def _why_eager(drafter: Assistant, caches: PairCaches, maker: GraphMaker) -> str:
+    """Why no graphs serve rounds over these caches; empty if they do."""
+    if caches.target.has_states:
+        if why := why_states_are_eager(drafter.binding, capturing=maker.exact_sizes):
+            return f"rounds are not compiled: {why}"
+        if caches.target.has_windows:
+            return "rounds are not compiled where some layers of the target keep states and others see a window"
+    if caches.drafter is not None and caches.drafter.cache.has_windows:
+        return "rounds are not compiled where the drafter sees a window of the text only"
+    return ""
+
+
+def _chosen_by(batch: RoundBatch, count: int) -> ChosenBy:
+    """What the next `count` tokens are chosen by."""
+    return ChosenBy(batch.choosing.noise_for(batch, count), batch.choosing.seen_before(batch))
+
+
+def _in_graphs(rule: ChoiceRule) -> GraphChoice:
+    warping = rule.processing.draft_warping if rule.processing.warps_drafts else None
+    return GraphChoice(rule.draws, warping, checks=rule.fails_alone)
+
+
+def _serves(made: DraftShape, planned: DraftShape) -> bool:
+    """Whether a draft of one shape can be cut to the other; a chain that is shorter than planned is as good."""
+    if made.is_tree or planned.is_tree:
+        return made == planned
+    return planned.min_confidence == 0
+
+
+# --- drafts by eager code ---------------------------------------------------------------------------------------------
+
+
+def propose(session: DraftStepper, batch: RoundBatch, drafter: Eagle31Drafter) -> DraftTree:
+    """What the drafter proposes step by step, as planned."""
+    assert batch.plan is not None, "drafts are planned"
+    shape, depth, roots = batch.plan.shape, batch.draft_depth, batch.roots
+    choice = _draft_choice(batch, drafter, depth)
+    if shape.is_tree:
+        return grow_tree(session.root, session.step, session.draft_ids, roots, shape.cut_to(depth), choice)
+    return propose_chain(session, roots, DraftLength(depth, shape.min_confidence), choice)
+
+
+def _draft_choice(batch: RoundBatch, drafter: Eagle31Drafter, depth: int) -> DraftChoice:
+    """How tokens of a draft of so many levels are chosen."""
+    assert batch.plan is not None, "drafts are planned"
+    noise, rule = batch.choosing.noise_for(batch, depth), batch.only_rule
+    if rule is not None and rule.processing.warps_drafts:
+        seen = batch.choosing.seen_before(batch)
+        warps = not rule.processing.is_empty and (noise is not None or seen is not None)
+        return DraftChoice(rule.processing.draft_warping if warps else None, noise, seen)
+    if batch.plan.shape.is_tree:  # processors that look at prefixes would be asked at each node
+        return DraftChoice(None, noise)
+    if rule is None or rule.fails_alone or rule.processing.can_fork:
+        return DraftChoice(_scores_by_row(batch, drafter), noise)
+
+    def prefix(b: int, drafted: Tensor) -> Tensor:
+        return batch.sequences.prefix(batch.rows[b], drafted)
+
+    return DraftChoice(draft_scores(drafter, rule.processing, prefix, batch.rows, do_sample=rule.draws), noise)
+
+
+def _scores_by_row(batch: RoundBatch, drafter: Eagle31Drafter) -> DraftScores | None:
+    """Drafts of each row keep to its grammar, or what else of it may be copied, and to how its tokens are drawn."""
+    rules = batch.rules
+    scorers = {
+        b: InGrammar(
+            rule.processing,
+            partial(batch.sequences.prefix, batch.rows[b]),
+            rule.rows[b],
+            eos_ids=batch.sequences.eos_ids,
+            report=batch.choosing.stats.fall_back,
+        )
+        for rule in rules
+        if rule.processing.can_fork
+        for b in rule.places
+        if b in batch.live
+    }
+    by_row = scores_in_grammars(drafter, scorers) if scorers else None
+    if by_row is None and not any(rule.draws for rule in rules):
+        return None
+
+    def scores(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
+        return warp_drafts(rules, logits.float() if by_row is None else by_row(logits, drafted))
+
+    return scores
+
+
+def given_chain(batch: RoundBatch, tokens: Sequence[Sequence[int]], depth: int) -> DraftTree:
+    """Drafts that are there already, a chain per live row; shorter ones are filled up with what is unlikely to follow.
+
+    Args:
+        batch: the rows.
+        tokens: of each live row.
+        depth: longest chain.
+    """
+    depth = min(depth, max(len(chain) for chain in tokens))
+    drafts = [[0] * depth for _ in batch.rows]
+    for b, chain in zip(batch.live, tokens, strict=True):
+        drafts[b][: len(chain)] = chain[:depth]
+    drafted = on_device(drafts, batch.roots.device).view(len(drafts), depth)
+    return DraftTree.chain(torch.cat((batch.roots[:, None], drafted), dim=1))
+
+
+def aux_of_path(accepted: Accepted, aux: Tensor | None, width: int) -> Tensor | None:
+    """Hidden states `(B, width, A*Ht)` of the first nodes of each accepted path."""
+    if aux is None or accepted.tree.is_chain:
+        return aux
+    return accepted.acceptance.along(aux, width)

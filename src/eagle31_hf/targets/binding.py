@@ -1,0 +1,324 @@
+"""Everything we ask of a target model: its parts, its hidden states, one forward pass.
+
+A target's insides are read in this folder and nowhere else: here, in `taps` and, where its weights are packed, in
+`quantized`. Private names of transformers' generation code are `generate/`'s business. What is there for the sake of
+one version of transformers names it, so that it can be deleted when that version is no longer supported.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..config import MOST_ADDED_TOKENS, Eagle31Config
+from ..errors import IncompatibleTargetError
+from .attention_in_parts import try_on
+from .cache_argument import cache_argument
+from .grouped_attention import GROUPED, attending_grouped
+from .mixers import Mixers, require_mixers
+from .precision import warn_of_precision
+from .quantized import OneTokenArithmetic, require_working_head
+from .rotation import most_positions, rotates_alike_up_to, rotations_left_alone
+from .shared_changes import CHANGES, leave_cudnn_out
+from .taps import HiddenStateTaps
+
+
+class TargetOutput(NamedTuple):
+    """One target forward: `logits` `(B, n, V)` in the target's dtype, `aux` `(B, T, A*Ht)` or `None`."""
+
+    logits: Tensor
+    aux: Tensor | None
+
+
+class VocabularySizes(NamedTuple):
+    """Tokens that a target's config states, that its embedding has rows for, and that its head scores."""
+
+    configured: int
+    embedded: int
+    logits: int
+
+
+class TargetBinding:
+    """A drafter's hold on one target model.
+
+    Finds the decoder layers, taps the residual stream entering the layers the drafter reads, and lends the embedding
+    and the LM head. The target's weights are never copied; nothing stays on the target but forward hooks and, around
+    its recurrent layers, what records drafts (`mixers`); `close` removes both. While one of our generations runs, int8
+    layers compute each token alone (`OneTokenArithmetic`).
+
+    Args:
+        target: any decoder-only transformers model with an LM head (a PEFT wrapper is looked through).
+        config: the drafter's configuration; `None` without a drafter: no layer is tapped.
+
+    Raises:
+        IncompatibleTargetError: the target is of a kind that cannot be served, or does not fit the drafter.
+    """
+
+    def __init__(self, target: PreTrainedModel, config: Eagle31Config | None):
+        self.model = _unwrap(target)
+        _require_decoder_only(self.model)
+        self.text_config = self.model.config.get_text_config()
+        self.decoder = _decoder_of(self.model)
+        self.layers = _decoder_layers(self.model, self.text_config.num_hidden_layers)
+        self.embedding: Any = self.model.get_input_embeddings()
+        self.lm_head = self.model.get_output_embeddings()
+        self._require_head()
+        if config is not None:
+            self._require_fit(config)
+        self.vocabulary = self.vocabulary_sizes().logits
+        self.sizes_attached = self.vocabulary_sizes()
+        self.aux_layers = () if config is None else config.resolve_aux_layers(len(self.layers))
+        self.compute_dtype: torch.dtype = self.model.dtype
+        self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
+        self.rotates_alike_up_to = rotates_alike_up_to(_decoder_of(self.model))  # tokens; `None`: any text
+        self.most_positions = most_positions(_decoder_of(self.model), self.text_config)  # `None`: no end to them
+        self.batch_unsupported_reason = ""  # the same of batches
+        self.padding_unsupported_reason = ""  # the same of prompts with pads
+        self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
+        self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
+        self.pair: object | None = None  # the `loop.pair.Pair` of this target and its drafter
+        warn_of_precision(self.model)
+        self.one_token_arithmetic = OneTokenArithmetic(self.model)
+        # Whether its code looks attention up by name, as that of all but a few does.
+        self._takes_grouped = getattr(type(_decoder_of(self.model)), "_can_set_attn_implementation", bool)()
+        self.cache_argument = cache_argument(self.model)
+        self.has_states = require_mixers(self.model)
+        self.mixers = Mixers.hold(self.model) if self.has_states else None
+        self.taps = HiddenStateTaps(self.model, self.decoder, self.layers, self.aux_layers)
+        # Run once: by `close`, or for a drafter that is dropped without `detach`.
+        self._undo = [weakref.finalize(self, self.taps.close)]
+        if self.mixers is not None:
+            self._undo.append(weakref.finalize(self, self.mixers.let_go))
+
+    def _require_head(self) -> None:
+        if self.lm_head is None:
+            raise IncompatibleTargetError(
+                f"{type(self.model).__name__} has no LM head; load the target with AutoModelForCausalLM"
+            )
+        require_working_head(self.lm_head, self.model.name_or_path or type(self.model).__name__)
+        sizes = self.vocabulary_sizes()
+        if min(sizes.embedded, sizes.logits) < sizes.configured:
+            raise IncompatibleTargetError(
+                f"the target's embedding has {sizes.embedded} rows and its head {sizes.logits}, fewer than its "
+                f"vocabulary of {sizes.configured}; was it resized after loading? Call target.resize_token_embeddings "
+                "to match its config"
+            )
+
+    def _require_fit(self, config: Eagle31Config) -> None:
+        text = self.text_config
+        if text.hidden_size != config.target_hidden_size:
+            raise IncompatibleTargetError(
+                f"the drafter was made for a target of hidden size {config.target_hidden_size}, but "
+                f"{self.model.name_or_path or type(self.model).__name__} has {text.hidden_size}; "
+                "use a drafter made for this target"
+            )
+        widths = (
+            getattr(self.embedding, "embedding_dim", text.hidden_size),
+            getattr(self.lm_head, "in_features", text.hidden_size),
+        )
+        if widths != (text.hidden_size, text.hidden_size):
+            raise IncompatibleTargetError(
+                f"the target projects its embedding and head (widths {widths}) to a hidden size of {text.hidden_size}, "
+                "and a drafter reads them as they are; there is no drafter for such targets"
+            )
+        sizes = self.vocabulary_sizes()
+        if not all(map(config.knows_vocabulary_of, (sizes.embedded, sizes.logits))):
+            raise IncompatibleTargetError(
+                f"the drafter was made for a vocabulary of {config.vocab_size} tokens, but the target has "
+                f"{sizes.logits}; a drafter fits only targets with its own tokenizer and vocabulary, and up to "
+                f"{MOST_ADDED_TOKENS} tokens added to them"
+            )
+
+    def vocabulary_sizes(self) -> VocabularySizes:
+        """The target's, as they are now."""
+        configured = self.text_config.vocab_size
+        return VocabularySizes(
+            configured,
+            embedded=getattr(self.embedding, "num_embeddings", configured),
+            logits=getattr(self.lm_head, "out_features", configured),
+        )
+
+    # --- hidden states -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While open, forwards of this thread leave their hidden states to be collected by `take_aux`."""
+        try:
+            with self.taps.open():
+                yield
+        finally:
+            self.one_token_arithmetic.stop()
+
+    def take_aux(self) -> Tensor:
+        """Hidden states `(B, T, A*Ht)` of the last captured forward, low layer first, pre-norm, in the target's dtype.
+
+        They are handed over once, so that a long prompt's states do not outlive their use.
+
+        Raises:
+            IncompatibleTargetError: the hooks did not run (the model was compiled before the drafter was attached).
+        """
+        return self.taps.take(self.head_device)
+
+    # --- forward -------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | dict[str, Tensor | None] | None,
+        cache: Any,
+        *,
+        logits_to_keep: int | Tensor = 0,
+    ) -> TargetOutput:
+        """One pass over `input_ids` `(B, T)` at `position_ids` `(B, T)`.
+
+        Args:
+            attention_mask: additive mask(s) as the cache made them.
+            logits_to_keep: as in transformers: 0 all, n the last n, or a 1-D tensor of columns. Tokens all of whose
+                logits are wanted are being verified: each is computed as a forward of its own would.
+        """
+        if self.most_positions is not None:  # drafts behind a row's end may lie behind the last one
+            position_ids = position_ids.clamp(max=self.most_positions - 1)
+        verifies = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        apart = self.one_token_arithmetic.active() if verifies and self.one_token_arithmetic else nullcontext()
+        with self.taps.turns(), apart:
+            output = self._forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
+            logits = _wanted(output.logits, logits_to_keep, input_ids.shape[1])
+            return TargetOutput(logits=logits, aux=self.take_aux() if self.taps.are_open else None)
+
+    def _forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, cache: Any, logits_to_keep: int | Tensor
+    ) -> Any:
+        return self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            return_dict=True,
+            **{self.cache_argument: cache},
+        )
+
+    def plain_forward(self, input_ids: Tensor, position_ids: Tensor, cache: Any) -> Any:
+        """One pass as plain `generate` makes it, over a stock cache and without a mask."""
+        return self._forward(input_ids, position_ids, None, cache, 0)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around forwards that belong to no text: they leave the target as it was."""
+        return rotations_left_alone(_decoder_of(self.model))
+
+    @contextmanager
+    def masked_attention(self) -> Iterator[None]:
+        """While open in any thread, the target's attention takes additive masks: flash and flex make way for SDPA.
+
+        Of SDPA's kernels cuDNN's makes way, too (`leave_cudnn_out`), and keys are not copied (`grouped_attention`).
+        """
+        try_on(self.head_device)
+        grouped = attending_grouped(self.text_config) if self._takes_grouped else nullcontext()
+        by_sdpa = CHANGES.held(("attention", id(self.model)), self._attend_by_sdpa)
+        with CHANGES.held("cudnn", leave_cudnn_out), by_sdpa, grouped:
+            yield
+
+    def _attend_by_sdpa(self) -> Callable[[], None]:
+        """Unless it attends by code that takes our masks as it is. Returns what undoes it."""
+        own = self.attention
+        if own in ("eager", "sdpa"):
+            return lambda: None
+        self.model.set_attn_implementation("sdpa")
+        return partial(self.model.set_attn_implementation, own)
+
+    @property
+    def none_is_causal(self) -> bool:
+        """Whether the target's attention takes no mask for a causal one; see `SpeculativeCache.attention_mask`."""
+        return self.attention == "sdpa"
+
+    @property
+    def attention(self) -> str:
+        """Name of the target's attention; while `masked_attention` is open, of what the mask is made for."""
+        name = self.model.config._attn_implementation
+        return "sdpa" if name == GROUPED else name
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where token ids go in."""
+        return _module_device(self.embedding)
+
+    @property
+    def head_device(self) -> torch.device:
+        """Where logits appear, and where the drafter lives unless told otherwise."""
+        return _module_device(self.lm_head)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The target's own embedding of `token_ids` `(B, T)`, shared, never copied."""
+        return self.embedding(token_ids)
+
+    def close(self) -> None:
+        """Remove the hooks. The target is as it was before."""
+        for undo in self._undo:
+            undo()
+        self.mixers = None
+
+
+def _wanted(logits: Tensor, keep: int | Tensor, columns: int) -> Tensor:
+    """Those that `logits_to_keep` asks for, of a target that takes that argument and does not look at it (Whisper)."""
+    count = (keep or columns) if isinstance(keep, int) else len(keep)
+    if logits.shape[1] != columns or count >= columns:
+        return logits
+    return logits[:, -count:] if isinstance(keep, int) else logits[:, keep.to(logits.device)]
+
+
+def _unwrap(target: Any) -> PreTrainedModel:
+    base = getattr(target, "get_base_model", None)  # PEFT
+    model = base() if callable(base) else target
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # its class is slow to import
+        raise IncompatibleTargetError(
+            "the target was wrapped by torch.compile, but generate runs the model inside the wrapper; attach to that "
+            "one (model._orig_mod, or the model before torch.compile), and to compile generation set "
+            "eagle.generation_config.acceleration = 'compile'"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise IncompatibleTargetError(
+            f"the target is a {type(target).__name__}; wanted a transformers model, e.g. from "
+            "AutoModelForCausalLM.from_pretrained(...)"
+        )
+    return model
+
+
+def _require_decoder_only(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise IncompatibleTargetError(
+            f"{name} is an encoder-decoder model; EAGLE drafts for decoder-only models (Llama, Qwen, Mistral, ...)"
+        )
+    if not model.can_generate():
+        raise IncompatibleTargetError(f"{name} cannot generate text; load the target with AutoModelForCausalLM")
+
+
+def _decoder_of(model: PreTrainedModel) -> nn.Module:
+    """What reads text; a tower beside it that reads pictures has positions of its own."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
+    decoder = _decoder_of(model)
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise IncompatibleTargetError(
+        f"no list of {count} decoder layers was found in {type(model).__name__}; its hidden states cannot be read"
+    )
+
+
+def _module_device(module: nn.Module) -> torch.device:
+    hook_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if hook_device is not None:
+        return torch.device(hook_device)
+    weight = getattr(module, "weight", None)  # at once where there is one: this is asked in every round
+    return weight.device if isinstance(weight, Tensor) else next(module.parameters()).device

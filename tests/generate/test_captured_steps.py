@@ -1,0 +1,531 @@
+"""`acceleration="auto"` on a device that records launches: the plain text, from memory that stays where it is.
+
+A CPU records nothing, so here a replay runs the step again on the very tensors it was recorded with, and puts the
+outputs where the recorded ones were: what a card does, without the card.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from kept_pairs import GREEDY, SAMPLING, failing, kept_target, kinds, make_pair, settle, write
+from torch import Tensor
+from torch.nn.modules import module as modules
+from transformers import LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
+from transformers.models.llama import modeling_llama
+
+from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.graphs import captured, graphs
+from eagle31_hf.graphs.ahead import packages
+from eagle31_hf.graphs.captured import Recording
+from eagle31_hf.loop.accept import Acceptor
+from eagle31_hf.loop.decoder import SpeculativeDecoder
+from eagle31_hf.loop.pair import Pair
+from helpers import CONFIGS, configured, random_drafter, random_prompts, random_target
+from recorder import Recorder, record_operations, record_steps
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    monkeypatch.setattr(packages.GraphPackages, "compile", failing(AssertionError("captured is quicker")))
+    return record_steps(monkeypatch, gives_up=False)
+
+
+@pytest.fixture
+def pair() -> Eagle31Drafter:
+    return make_pair()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_plain_text(rows: int, pair: Eagle31Drafter, recorder: Recorder) -> None:
+    for seed in range(3):
+        assert torch.equal(write(pair, seed, rows), write(None, seed, rows))
+    assert kinds(pair) == {"absorb", "chain", "verify", "advance"}
+    assert pair.stats is not None
+    assert pair.stats.fallbacks == []
+    assert recorder.replayed > 20
+
+
+def test_drawn_texts_are_plains(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    drawn = [write(pair, seed, **SAMPLING) for seed in range(4)]
+    assert recorder.replayed
+    assert all(torch.equal(write(None, seed, **SAMPLING), text) for seed, text in enumerate(drawn))
+    assert len(set(map(str, drawn))) == 4
+
+
+def test_what_is_to_be_compiled_is_captured_too(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    """Where launches can be recorded there is no other way to a graph, however short the text."""
+    with configured(pair, acceleration="compile"):
+        assert torch.equal(write(pair, max_new_tokens=9), write(None, max_new_tokens=9))
+    assert recorder.replayed
+
+
+PENALTY: dict[str, Any] = {"repetition_penalty": 1.3}
+
+
+@pytest.mark.parametrize("how", [GREEDY | PENALTY, SAMPLING | PENALTY], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", [{}, {"draft_top_k": 2, "draft_tree_size": 6}], ids=["chain", "tree"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.thorough(every=2)
+def test_a_repetition_penalty(
+    rows: int, tree: dict[str, int], how: dict[str, Any], pair: Eagle31Drafter, recorder: Recorder
+) -> None:
+    """Instruct models of Qwen2.5 set one by default."""
+    with configured(pair, **tree):
+        for seed in range(2):
+            assert torch.equal(write(pair, seed, rows, **how), write(None, seed, rows, **how))
+    assert "advance" in kinds(pair)
+    assert recorder.replayed > 10
+    assert pair.stats is not None
+    assert pair.stats.fallbacks == []
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("how", [GREEDY | PENALTY, SAMPLING | PENALTY], ids=["greedy", "sampled"])
+def test_a_repetition_penalty_where_asking_the_device_takes_time(
+    how: dict[str, Any], rows: int, pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager rounds on a card judge all nodes by masks, as graphs do."""
+    made = Acceptor.__init__
+
+    def on_a_card(self: Acceptor, *request: Any) -> None:
+        made(self, *request)
+        self.host_sync_is_free = False
+
+    monkeypatch.setattr(Acceptor, "__init__", on_a_card)
+    monkeypatch.setattr(Acceptor, "_walk_down", failing(AssertionError("waits for every level")))
+    with configured(pair, acceleration="eager"):
+        assert torch.equal(write(pair, 3, rows, **how), write(None, 3, rows, **how))
+
+
+def test_trees(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    with configured(pair, draft_top_k=2, draft_tree_size=6):
+        assert torch.equal(write(pair), write(None))
+    assert "advance" in kinds(pair)
+    assert recorder.replayed
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_step_is_recorded_once(rows: int, pair: Eagle31Drafter, recorder: Recorder) -> None:
+    """The next text's keys and values lie where the last one's lay, so its steps are there already."""
+    write(pair, 0, rows)
+    first = recorder.recorded
+    assert 0 < first <= 2 * len(kinds(pair))
+    for seed in range(1, 4):
+        assert torch.equal(write(pair, seed, rows), write(None, seed, rows))
+    assert recorder.recorded == first
+    assert recorder.replayed >= 10 * recorder.recorded
+
+
+def test_a_longer_text_takes_more_memory_and_a_shorter_one_none_of_its_own(
+    pair: Eagle31Drafter, recorder: Recorder
+) -> None:
+    kept, recorded = [], []
+    for new_tokens in (40, 200, 40, 200, 40):
+        assert torch.equal(write(pair, max_new_tokens=new_tokens), write(None, max_new_tokens=new_tokens))
+        storages = Pair.of(pair).graphs.kept._storages.values()
+        kept.append(sum(storage.nbytes for layer in storages for storage in layer))
+        recorded.append(recorder.recorded)
+    assert kept[0] < kept[1] == kept[2] == kept[4]
+    assert recorded[0] < recorded[1] < recorded[2] == recorded[4], "over the larger buffers once, for either length"
+
+
+def test_as_many_slots_are_kept_as_a_text_may_need(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    """Rows are as long as prompt, new tokens and a block, in steps of 128 here; not twice that."""
+    write(pair, max_new_tokens=300)
+    kept = Pair.of(pair).graphs.kept
+    assert {storage.shape[2] for storages in kept._storages.values() for storage in storages} == {384}
+
+
+def test_a_text_that_no_buffer_is_left_for_writes_in_its_own(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    somebody = Borrower()
+    write(pair)
+    kept = Pair.of(pair).graphs.kept
+    assert kept.lend(somebody)
+    assert torch.equal(write(pair, 1), write(None, 1))
+    assert kept._borrower() is somebody
+    del somebody
+    assert kept.lend(Borrower()), "who is gone needs none"
+
+
+class Interrupts(BaseStreamer):
+    """As a user who presses "stop", when so many blocks have been shown."""
+
+    def __init__(self, blocks: int):
+        self.left = blocks
+
+    def put(self, value: Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_an_interrupted_text_gives_its_buffers_back(blocks: int, pair: Eagle31Drafter, recorder: Recorder) -> None:
+    """Though a notebook keeps the traceback, and with it all that the text was doing."""
+    write(pair, 0)
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        write(pair, 1, streamer=Interrupts(blocks))
+    recorded = recorder.recorded
+    assert torch.equal(write(pair, 2), write(None, 2))
+    assert recorder.recorded == recorded
+    assert interrupted.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("place", ["prefill", "step", "finish"])
+def test_a_text_that_fails_gives_its_buffers_back(
+    place: str, pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(pair, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(SpeculativeDecoder, place, failing(ValueError("of the caller's own")))
+        with pytest.raises(ValueError, match="own") as failed:
+            write(pair, 1)
+    assert Pair.of(pair).graphs.kept.lend(Borrower())
+    assert failed.value.__traceback__ is not None
+
+
+class Borrower:
+    """Whom buffers are lent."""
+
+
+def test_a_cache_that_was_handed_over_is_not_written_over(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    target = pair.binding.model
+    prompt = torch.tensor(random_prompts(1))
+    first = target.generate(prompt, assistant_model=pair, max_new_tokens=60, return_dict_in_generate=True, **GREEDY)
+    before = [layer.keys.clone() for layer in first.past_key_values.layers]
+    write(pair, 5)
+    assert all(map(torch.equal, before, [layer.keys for layer in first.past_key_values.layers]))
+    assert recorder.replayed
+
+
+def test_an_overflow_of_the_last_text_is_not_read(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    write(pair)
+    for storages in Pair.of(pair).graphs.kept._storages.values():
+        for storage in storages:
+            storage.fill_(float("nan"))
+    assert torch.equal(write(pair, 1), write(None, 1))
+
+
+def test_threads_share_recordings(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    plain = [write(None, seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda seed: write(pair, seed), range(4)))
+    assert all(map(torch.equal, texts, plain))
+    assert recorder.replayed
+
+
+class SharesMemory(Recorder):
+    """As the recordings of a card's pool: a replay spoils what other recordings computed and nobody has copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: object = None
+
+    def __call__(self, run: Callable[[], Sequence[Tensor]]) -> Recording:
+        made, me = super().__call__(run), object()
+
+        def replay() -> None:
+            self.last = me
+            made.replay()
+            time.sleep(0.001)  # another thread's chance
+
+        def copied() -> Iterator[Tensor]:
+            assert self.last is me, "another recording was replayed before this one's outputs were copied"
+            yield from made.outputs
+
+        class Outputs(list):
+            def __iter__(self) -> Iterator[Tensor]:
+                return copied()
+
+        return Recording(replay, Outputs(made.outputs))
+
+
+def test_threads_take_turns_with_all_recordings(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = SharesMemory()
+    monkeypatch.setitem(captured.CAPTURES, "cpu", shared)
+    pairs, plain = [make_pair(), make_pair()], [write(None, seed) for seed in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(lambda seed: write(pairs[seed], seed), range(2)))
+    assert all(map(torch.equal, texts, plain))
+    assert shared.replayed
+    assert not any(pair.stats is None or pair.stats.fallbacks for pair in pairs)
+
+
+def test_keys_and_values_of_the_last_text_go_with_the_graphs(
+    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    record = captured.CapturedCode._record
+
+    def record_and_see(self: Any, small: Sequence[Tensor], lent: Sequence[Tensor]) -> Any:
+        seen.extend(weakref.ref(tensor) for tensor in lent)
+        return record(self, small, lent)
+
+    # A card's replay holds no tensors; the stand-in for it does.
+    class Forgetful(Recorder):
+        def __call__(self, run: Callable[[], Sequence[Tensor]]) -> Recording:
+            return Recording(lambda: None, [output.clone() for output in run()])
+
+    gc.collect()
+    monkeypatch.setitem(captured.CAPTURES, "cpu", Forgetful())
+    monkeypatch.setattr(captured.CapturedCode, "_record", record_and_see)
+    write(pair, max_new_tokens=20)
+    gc.collect()
+    assert seen
+    Pair.of(pair).graphs.drop("memory is wanted elsewhere")
+    gc.collect()
+    assert not any(tensor() is not None for tensor in seen)
+
+
+def test_short_texts_are_not_worth_recording(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    assert torch.equal(write(pair, max_new_tokens=9), write(None, max_new_tokens=9))
+    assert not recorder.recorded
+
+
+def test_a_device_that_cannot_record(
+    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(captured.CAPTURES, "cpu", failing(RuntimeError("operation not permitted when capturing")))
+    assert torch.equal(write(pair), write(None))
+    assert pair.stats is not None
+    assert "operation not permitted" in pair.stats.fallbacks[0]
+    assert torch.equal(write(pair, 1), write(None, 1))
+    assert caplog.text.count("capturing failed") == 1, "said once"
+
+
+def test_a_text_goes_on_where_recording_anew_fails(
+    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer text needs larger caches, and what was recorded for the first cannot be recorded for them."""
+    assert torch.equal(write(pair, max_new_tokens=40), write(None, max_new_tokens=40))
+    assert recorder.recorded
+    monkeypatch.setattr(Recorder, "__call__", failing(RuntimeError("operation not permitted when capturing")))
+    assert torch.equal(write(pair, 1, max_new_tokens=200), write(None, 1, max_new_tokens=200))
+    assert pair.stats is not None
+    assert "operation not permitted" in pair.stats.fallbacks[0]
+    assert torch.equal(write(pair, 2), write(None, 2))
+
+
+def test_a_recording_that_is_wrong_is_given_up(
+    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record_wrong(run: Callable[[], Sequence[Tensor]]) -> Recording:
+        return Recording(lambda: None, [out.flip(-1) if out.is_floating_point() else out for out in run()])
+
+    monkeypatch.setitem(captured.CAPTURES, "cpu", record_wrong)
+    assert torch.equal(write(pair), write(None))
+    assert "is off by" in Pair.of(pair).graphs.disabled_reason
+
+
+def test_caches_in_8_bits_are_eager(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    with configured(pair, cache_type="int8"):
+        write(pair, **GREEDY)
+    assert not recorder.recorded
+
+
+# --- processors that look at prefixes -----------------------------------------------------------------------------
+
+
+class EveryOtherToken(LogitsProcessor):
+    """As grammars do: what may follow depends on the token before, and each row has a state of its own."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        odd = torch.arange(scores.shape[-1]) % 2
+        return scores.masked_fill(odd == input_ids[:, -1:] % 2, -torch.inf)
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", [{}, {"draft_top_k": 2, "draft_tree_size": 6}], ids=["chain", "tree"])
+@pytest.mark.parametrize("asks", ["grammar", "ngrams"])
+def test_under_a_grammar_verification_is_captured(
+    asks: str, tree: dict[str, int], how: dict[str, Any], pair: Eagle31Drafter, recorder: Recorder
+) -> None:
+    """It asks no processor; what does is eager code."""
+    asked = {"logits_processor": [EveryOtherToken()]} if asks == "grammar" else {"no_repeat_ngram_size": 2}
+    with configured(pair, **tree):
+        for seed in range(2):
+            assert torch.equal(write(pair, seed, **how, **asked), write(None, seed, **how, **asked))
+            assert pair.stats is not None
+            assert (pair.stats.loop, pair.stats.fallbacks) == ("own", [])
+    assert "verify" in kinds(pair)
+    assert "advance" not in kinds(pair)
+    assert recorder.replayed > 10
+
+
+# --- ways to choose tokens ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", [{}, {"draft_top_k": 2, "draft_tree_size": 6}], ids=["chain", "tree"])
+def test_as_many_ways_to_sample_as_clients_ask_for(
+    tree: dict[str, int], pair: Eagle31Drafter, recorder: Recorder
+) -> None:
+    ways: list[dict[str, Any]] = [GREEDY, *({**SAMPLING, "temperature": 0.1 * n} for n in range(1, 20))]
+    with configured(pair, **tree):
+        for how in ways:
+            assert torch.equal(write(pair, max_new_tokens=12, **how), write(None, max_new_tokens=12, **how))
+            assert pair.stats is not None
+            assert pair.stats.fallbacks == []
+        assert len({key.sampling for key in Pair.of(pair).graphs.keys if key.kind == "advance"}) == 20
+        recorded = recorder.recorded
+        write(pair, max_new_tokens=12, **ways[1])
+        assert recorder.recorded == recorded
+
+
+def test_graphs_of_the_way_that_was_met_first_make_room(
+    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MOST_SAMPLING_SETTINGS", 3)
+    for temperature in (0.4, 0.6, 0.4, 0.8, 1.0, 0.4):
+        how = {**SAMPLING, "temperature": temperature}
+        assert torch.equal(write(pair, **how), write(None, **how))
+        made = [key for key in Pair.of(pair).graphs.keys if key.kind == "advance"]
+        assert len({key.sampling for key in made}) <= 3
+    assert pair.stats is not None
+    assert pair.stats.fallbacks == []
+
+
+# --- a target that changes --------------------------------------------------------------------------------------------
+
+
+def test_what_becomes_of_adapters_and_modules_is_recorded_anew(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though all texts write their keys and values in the same memory."""
+    monkeypatch.setitem(captured.CAPTURES, "cpu", record_operations)
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=64, init_lora_weights=False, target_modules=["q_proj"]
+    )
+    base = random_target(CONFIGS["llama"]())
+    torch.manual_seed(0)  # adapters are random
+    model = peft.get_peft_model(base, lora, adapter_name="A")
+    model.add_adapter("B", lora)
+    model.set_adapter("A")
+    model.eval()
+    pair = settle(random_drafter(base, aux_layers=[1, 2, 4]))
+    pair.generation_config.num_assistant_tokens = 1  # to record an operation takes a second
+    texts = set()
+
+    def is_plain() -> None:
+        text = write(pair, target=model, max_new_tokens=14)
+        assert torch.equal(text, write(None, target=model, max_new_tokens=14))
+        assert "advance" in kinds(pair)
+        texts.add(str(text))
+
+    is_plain()
+    with model.disable_adapter():
+        is_plain()
+    model.set_adapter("B")
+    model.eval()
+    is_plain()
+    base.model.layers[0].self_attn.q_proj.set_scale("B", 9.0)
+    is_plain()
+    base.model.layers[2].self_attn.scaling *= 9
+    is_plain()
+    mlp = base.model.layers[2].mlp
+    forward = mlp.forward
+    mlp.forward = lambda states: -forward(states)
+    is_plain()
+    assert len(texts) == 6, "or a stale graph would not be noticed"
+    base.model.layers[0].register_forward_hook(lambda *_: None)
+    assert torch.equal(write(pair, target=model, max_new_tokens=14), write(None, target=model, max_new_tokens=14))
+    assert pair.stats is not None
+    assert pair.stats.loop == "own"
+
+
+def test_an_adapter_that_is_switched_on_and_off_has_two_sets_of_graphs(recorder: Recorder) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=64, init_lora_weights=False, target_modules=["q_proj"]
+    )
+    model = peft.get_peft_model(random_target(CONFIGS["llama"]()), lora).eval()
+    pair = settle(random_drafter(model, aux_layers=[1, 2, 4]))
+    recorded = []
+    for _ in range(3):
+        assert torch.equal(write(pair, target=model), write(None, target=model))
+        with model.disable_adapter():
+            assert torch.equal(write(pair, target=model), write(None, target=model))
+        recorded.append(recorder.recorded)
+        assert "advance" in kinds(pair)
+    assert recorded[0] > 0
+    assert recorded == [recorded[0]] * 3, "each state's steps were recorded once"
+
+
+def test_memory_that_runs_out_takes_the_graphs_of_all_states(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    target = pair.binding.model
+    write(pair)
+    made = Pair.of(pair).graphs
+    target.model.layers[0].self_attn.scaling *= 2
+    try:
+        write(pair)
+    finally:
+        target.model.layers[0].self_attn.scaling /= 2
+    assert Pair.of(pair).graphs is made
+    assert len(made._of_states) == 2
+    made.drop("memory is wanted elsewhere")
+    assert not any(each.steps for each in made._of_states)
+
+
+@contextmanager
+def other_rotations() -> Iterator[None]:
+    own = modeling_llama.apply_rotary_pos_emb
+    with mock.patch.object(
+        modeling_llama, "apply_rotary_pos_emb", lambda q, *told, **more: own(1.4 * q, *told, **more)
+    ):
+        yield
+
+
+@contextmanager
+def other_norms() -> Iterator[None]:
+    own = torch.rsqrt
+    with mock.patch.object(torch, "rsqrt", lambda variance: 1.4 * own(variance)):
+        yield
+
+
+@contextmanager
+def a_hook_on_all_modules() -> Iterator[None]:
+    layer = kept_target().model.layers[0]
+    handle = modules.register_module_forward_hook(lambda module, _, out: 1.5 * out if module is layer else None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def autocast() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [other_rotations, other_norms, a_hook_on_all_modules, autocast])
+def test_what_holds_for_the_whole_process_is_not_left_out(
+    change: Callable[[], Any], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be recorded is written by eager code, which says so."""
+    monkeypatch.setitem(captured.CAPTURES, "cpu", record_operations)
+    pair, is_recorded = make_pair(), change in (other_rotations, other_norms)
+    pair.generation_config.num_assistant_tokens = 1
+    texts = set()
+    for open_change in (nullcontext, change, nullcontext):
+        with open_change():
+            text = write(pair, max_new_tokens=14)
+            assert torch.equal(text, write(None, max_new_tokens=14))
+            assert pair.stats is not None
+            by_graphs = open_change is nullcontext or is_recorded
+            assert [("not captured" in why) for why in pair.stats.fallbacks] == ([] if by_graphs else [True])
+        texts.add(str(text))
+    assert "advance" in kinds(pair)
+    assert len(texts) == 2 or change is autocast, "or a stale graph would not be noticed"

@@ -1,0 +1,119 @@
+"""An assistant given by name: a drafter is loaded as one, anything else is transformers' or gets a clear error."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.demo import target_path as demo_target_path
+from eagle31_hf.errors import CheckpointNotFoundError, IncompatibleTargetError, UnsupportedGenerationError
+from eagle31_hf.generate.hooks import KEPT_AT
+from helpers import CONFIGS, DEMO_DRAFTER, demo_tokenizer, left_padded, prompts_for, random_drafter, random_target
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture
+def target() -> Any:
+    return random_target(CONFIGS["llama"]())
+
+
+def write(target: Any, **kwargs: Any) -> Any:
+    inputs = left_padded(prompts_for("llama", 1))
+    return target.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0, **kwargs)
+
+
+@pytest.mark.parametrize("layout", ["plain", "speculators"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_generate_takes_the_name_of_a_drafter(target: Any, tmp_path: Path, layout: str, kind: type) -> None:
+    random_drafter(target).save_pretrained(tmp_path, format=layout)
+    out = write(target, assistant_model=kind(tmp_path), return_dict_in_generate=True)
+    assert torch.equal(out.sequences, write(target))
+    assert out.speculation_stats.loop == "own"
+    assert out.speculation_stats.drafted > 0
+
+
+def test_a_drafter_is_loaded_once_and_goes_with_its_target(target: Any, tmp_path: Path) -> None:
+    random_drafter(target).save_pretrained(tmp_path)
+    write(target, assistant_model=str(tmp_path))
+    first = vars(target)[KEPT_AT][str(tmp_path)]
+    write(target, assistant_model=str(tmp_path))
+    assert list(vars(target)[KEPT_AT].values()) == [first]
+    assert not any("drafter" in name or "_eagle31" in name for name in target.state_dict())
+    for twin in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
+        assert vars(twin)[KEPT_AT] == {}
+        assert torch.equal(write(twin, assistant_model=str(tmp_path)), write(target))
+        assert vars(twin)[KEPT_AT][str(tmp_path)] is not first
+
+
+def test_names_of_other_things_say_what_to_do(target: Any, tmp_path: Path) -> None:
+    target.save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedGenerationError, match=r"no EAGLE-3.*AutoModelForCausalLM"):
+        write(target, assistant_model=str(tmp_path / "model"))
+    with pytest.raises(CheckpointNotFoundError, match="no-such"):
+        write(target, assistant_model=str(tmp_path / "no-such" / "folder" / "anywhere"))
+    with pytest.raises(IncompatibleTargetError, match="hidden size"):
+        write(target, assistant_model=str(DEMO_DRAFTER))
+
+
+def test_pipeline_takes_the_name_of_a_drafter() -> None:
+    target = hf.AutoModelForCausalLM.from_pretrained(DEMO_DRAFTER.parent / "demo-target", dtype=torch.float32).eval()
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_full_text": False}
+    chat = [{"role": "user", "content": "How many legs do seven spiders have?"}]
+    plain = hf.pipeline("text-generation", model=target, tokenizer=demo_tokenizer())(chat, **settings)
+    eagle = hf.pipeline("text-generation", model=target, tokenizer=demo_tokenizer(), assistant_model=str(DEMO_DRAFTER))
+    assert isinstance(eagle.assistant_model, Eagle31Drafter)
+    assert eagle(chat, **settings) == plain
+    assert eagle.assistant_model.stats.accepted > 0
+
+
+def test_pipeline_leaves_other_assistants_to_transformers(tmp_path: Path) -> None:
+    target = hf.AutoModelForCausalLM.from_pretrained(DEMO_DRAFTER.parent / "demo-target", dtype=torch.float32).eval()
+    target.save_pretrained(tmp_path)
+    demo_tokenizer().save_pretrained(tmp_path)
+    eagle = hf.pipeline("text-generation", model=target, tokenizer=demo_tokenizer(), assistant_model=str(tmp_path))
+    assert type(eagle.assistant_model) is type(target)
+
+
+BY_NAME_ALONE = """
+{imports}
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+target = AutoModelForCausalLM.from_pretrained({target!r})
+tokenizer = AutoTokenizer.from_pretrained({target!r})
+def by_generate():
+    call = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True, assistant_model={drafter!r})
+    print(target.generate(**tokenizer("Hello", return_tensors="pt"), **call).speculation_stats.loop)
+def by_pipeline():
+    made = pipeline("text-generation", target, tokenizer=tokenizer, assistant_model={drafter!r})
+    print(type(made.assistant_model).__name__)
+{calls}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("imports", "calls", "told"),
+    [
+        ("from eagle31_hf import Eagle31Drafter", "by_generate(), by_pipeline()", ["own", "Eagle31Drafter"]),
+        (
+            "import transformers.generation.utils; from eagle31_hf import NoDrafter",
+            "by_pipeline(), by_generate()",
+            ["Eagle31Drafter", "own"],
+        ),
+    ],
+)
+@pytest.mark.thorough(every=2)
+def test_importing_a_drafters_class_is_enough(imports: str, calls: str, told: list[str]) -> None:
+    """A drafter may then be named where `generate` and `pipeline` take an assistant."""
+    code = BY_NAME_ALONE.format(imports=imports, calls=calls, target=str(demo_target_path()), drafter=str(DEMO_DRAFTER))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split()[-2:] == told, done.stderr

@@ -1,0 +1,260 @@
+"""Prompts that are more than tokens, read by the model's own first forward and continued by our rounds."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.cache.layers import SlotLayer
+from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.drafter.session import DraftSession
+from eagle31_hf.errors import UnsupportedGenerationError
+from eagle31_hf.generate import continuation, routes
+from eagle31_hf.loop.memory_ladder import FallbackStep
+from eagle31_hf.loop.round import Round
+from eagle31_hf.targets.prompt_forward import PromptForward
+from families import GPT_2, IDS, IMAGE, SEEING_FAMILIES, VIDEO, hearing_inputs, hearing_model, picture_of
+from helpers import configured, left_padded, oracle_drafts, random_drafter, random_prompts, random_target
+
+TREE: dict[str, Any] = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
+NEW = 12
+FAMILIES = ("gemma3", "qwen2.5_vl")  # windows and pictures that see both ways; positions along several axes
+
+
+@functools.cache
+def pair(family: str) -> tuple[Any, Eagle31Drafter]:
+    model = hearing_model() if family == "qwen2_audio" else SEEING_FAMILIES[family].model()
+    return model, random_drafter(model, aux_layers=[1, 2, 4])
+
+
+def greedy(model: Any, inputs: dict[str, Any], **kwargs: Any) -> Any:
+    return model.generate(**inputs, **{"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, **kwargs})
+
+
+def assert_is_plains(family: str, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
+    """By our own loop, with drafts of which some are right."""
+    model, drafter = pair(family)
+    plain = greedy(model, inputs, **kwargs)
+    with configured(drafter, **TREE), oracle_drafts(plain, inputs["input_ids"].shape[1], seed=1):
+        assert torch.equal(greedy(model, inputs, assistant_model=drafter, **kwargs), plain)
+    assert drafter.stats is not None
+    assert drafter.stats.loop == "own", drafter.stats.reason
+    assert drafter.stats.accepted > 0, "nothing was tried"
+    return plain
+
+
+# --- what else than pictures ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("family", ["qwen2.5_vl", "qwen3_vl"])
+def test_films(family: str) -> None:
+    """Two frames, of which each takes a step in time."""
+    texts = []
+    for seed in (1, 2):
+        ids = torch.tensor([[5, 88, *[VIDEO] * 4, 89, 88, *[VIDEO] * 4, 89, 17, 23]])
+        inputs = {
+            "input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": 2 * (ids == VIDEO).long(),
+            "pixel_values_videos": picture_of(seed, (32, 3 * 8 * 8)), "video_grid_thw": torch.tensor([[2, 4, 4]]),
+        }  # fmt: skip
+        if family == "qwen2.5_vl":  # counts one run of tokens for a film, and the seconds of its frames
+            ids = torch.tensor([[5, 88, *[VIDEO] * 8, 89, 17, 23]])
+            inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids),
+                       "mm_token_type_ids": 2 * (ids == VIDEO).long(),
+                       "second_per_grid_ts": torch.tensor([2.0])}  # fmt: skip
+        texts.append(assert_is_plains(family, inputs))
+    assert not torch.equal(*texts)
+
+
+@pytest.mark.contract
+def test_sounds() -> None:
+    texts = [assert_is_plains("qwen2_audio", hearing_inputs(sound)) for sound in (1, 2)]
+    assert not torch.equal(*texts)
+
+
+@pytest.mark.parametrize("family", SEEING_FAMILIES)
+def test_a_prompt_that_ends_with_its_picture(family: str) -> None:
+    """The next token's position may then differ from axis to axis."""
+    inputs = SEEING_FAMILIES[family].inputs(1)
+    end = int((inputs["input_ids"][0] == IMAGE).nonzero().max()) + 1
+    cut = {name: value[:, :end] for name, value in inputs.items() if value.shape == inputs["input_ids"].shape}
+    assert_is_plains(family, {**inputs, **cut})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_texts_of_one_picture(family: str) -> None:
+    inputs = SEEING_FAMILIES[family].inputs(1)
+    assert_is_plains(family, inputs, num_return_sequences=2, do_sample=True, top_k=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_plains(family: str) -> None:
+    model, drafter = pair(family)
+    inputs = SEEING_FAMILIES[family].inputs(2)
+    asked = {"return_dict_in_generate": True, "output_logits": True}
+    plain, ours = greedy(model, inputs, **asked), greedy(model, inputs, assistant_model=drafter, **asked)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_threads_with_a_picture_each(family: str) -> None:
+    model, drafter = pair(family)
+    pictures = [SEEING_FAMILIES[family].inputs(n, rows=1 + n % 2, padding=[n, 0][: 1 + n % 2]) for n in range(8)]
+    plain = [greedy(model, inputs) for inputs in pictures]
+    greedy(model, pictures[0], assistant_model=drafter)  # the first of a kind is tried
+    together = threading.Barrier(8)
+
+    def write(inputs: dict[str, Tensor]) -> Tensor:
+        together.wait()
+        return greedy(model, inputs, assistant_model=drafter)
+
+    with ThreadPoolExecutor(8) as pool:
+        for ours, text in zip(pool.map(write, pictures), plain, strict=True):
+            assert torch.equal(ours, text)
+
+
+# --- the next turn ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole text", "new tokens only"])
+@pytest.mark.parametrize("family", ["llava", "gemma3", "qwen2.5_vl"])
+def test_the_next_turn_still_sees_the_picture(family: str, whole: bool) -> None:
+    """In the cache; what is passed is text. Once the turn before is ours, once it is plain."""
+    model, drafter = pair(family)
+    texts = []
+    for first, second in (({}, {}), ({"assistant_model": drafter}, {"assistant_model": drafter}),
+                          ({}, {"assistant_model": drafter})):  # fmt: skip
+        cache = hf.DynamicCache(config=model.config.get_text_config())
+        inputs = SEEING_FAMILIES[family].inputs(1)
+        answer = greedy(model, inputs, past_key_values=cache, return_dict_in_generate=True, **first).sequences
+        more = torch.cat((answer, torch.tensor([[7, 9, 11]])), dim=1)
+        passed = more if whole else more[:, cache.get_seq_length() :]
+        turn = {"input_ids": passed, "attention_mask": torch.ones_like(more), "past_key_values": cache}
+        texts.append(greedy(model, turn, **second)[:, -NEW:])
+    assert torch.equal(texts[1], texts[0])
+    assert torch.equal(texts[2], texts[0])
+
+
+def test_new_pictures_behind_a_cache_are_plains_business() -> None:
+    model, drafter = pair("llava")
+    texts = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        cache = hf.DynamicCache(config=model.config.get_text_config())
+        first = greedy(model, left_padded(random_prompts(1, vocabulary=80)), past_key_values=cache)
+        inputs = SEEING_FAMILIES["llava"].inputs(1)
+        whole = torch.cat((first, inputs["input_ids"]), dim=1)
+        turn = {**inputs, "input_ids": whole, "attention_mask": torch.ones_like(whole), "past_key_values": cache}
+        texts.append(greedy(model, turn, **assistant))
+    assert torch.equal(*texts)
+    assert drafter.stats is not None
+    assert "pixel" in drafter.stats.reason or "mm_encoder_outputs" in drafter.stats.reason
+    assert "cache" in drafter.stats.reason
+
+
+# --- what our loop does not take --------------------------------------------------------------------------------------
+
+
+def test_an_input_that_no_test_knows_goes_by_another_loop_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, drafter = pair("qwen3_vl")
+    monkeypatch.setattr(routes, "READ_WITH_THE_PROMPT", {"pixel_values", "mm_encoder_outputs"})
+    for rows, loop in ((1, "plain"), (3, "plain")):
+        inputs = SEEING_FAMILIES["qwen3_vl"].inputs(1, rows)
+        assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
+        assert drafter.stats is not None
+        assert drafter.stats.loop == loop
+        assert "mm_token_type_ids, which our loop does not hand on" in drafter.stats.reason
+
+
+def test_an_input_of_every_forward_is_found_out() -> None:
+    """GPT-2 adds an embedding for a token's type, also to the tokens it writes."""
+    model = random_target(hf.GPT2Config(**GPT_2, **IDS))
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    inputs = left_padded(random_prompts(1))
+    inputs["token_type_ids"] = torch.ones_like(inputs["input_ids"])
+    plain = greedy(model, inputs)
+    assert torch.equal(greedy(model, inputs, assistant_model=drafter), plain)
+    assert not torch.equal(plain, greedy(model, {**inputs, "token_type_ids": None})), "or nothing is tested"
+    assert drafter.stats is not None
+    assert drafter.stats.loop == "plain"
+    assert "token_type_ids" in drafter.stats.reason
+    assert "logits differ" in drafter.stats.reason
+    with configured(drafter, speculation_loop="own"), pytest.raises(UnsupportedGenerationError, match="token_type_ids"):
+        greedy(model, inputs, assistant_model=drafter)
+
+
+def test_positions_that_were_counted_wrong_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SEEING_FAMILIES["qwen2.5_vl"].model()
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    inputs = SEEING_FAMILIES["qwen2.5_vl"].inputs(1)
+    with monkeypatch.context() as broken:
+        broken.setattr(SpeculativeCache, "offset_positions", lambda *_: None)
+        assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
+    assert drafter.stats is not None
+    assert drafter.stats.loop == "plain"
+
+
+def test_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SEEING_FAMILIES["gemma3"].model()
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    tried, attempt = [], continuation._try
+    monkeypatch.setattr(continuation, "_try", lambda call: tried.append(call) or attempt(call))
+    for picture in (1, 2):
+        greedy(model, SEEING_FAMILIES["gemma3"].inputs(picture), assistant_model=drafter)
+    assert len(tried) == 1
+
+
+# --- where memory runs out --------------------------------------------------------------------------------------------
+
+PLACES: dict[str, tuple[Any, str, int]] = {
+    "trying": (PromptForward, "__call__", 1),
+    "first forward": (PromptForward, "__call__", 2),
+    "taking over": (SpeculativeCache, "load_dynamic", 2),
+    "first write": (SlotLayer, "lazy_initialization", 6),
+    "absorb": (DraftSession, "_absorb", 1),
+    "later absorb": (DraftSession, "_absorb", 3),
+    "verify": (Round, "verify", 2),
+    "keep": (SpeculativeCache, "keep", 3),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.thorough(every=6)
+def test_memory_that_runs_out_changes_no_text(family: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, drafter = pair(family)
+    drafter.binding.not_continued.clear()
+    inputs = SEEING_FAMILIES[family].inputs(1, rows=3, padding=[0, 5, 2])
+    plain = greedy(model, inputs)
+    new = plain[1, inputs["input_ids"].shape[1] :].tolist()
+    ends = {"eos_token_id": max(new[:-1], key=new.index)}  # what comes up last
+    plain = greedy(model, inputs, **ends)
+    owner, name, at = PLACES[place]
+    function, calls = getattr(owner, name), []
+
+    @functools.wraps(function)
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        if len(calls) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+    with oracle_drafts(plain, inputs["input_ids"].shape[1], seed=2):
+        assert torch.equal(greedy(model, inputs, assistant_model=drafter, **ends), plain)
+    assert len(calls) >= at, "it never happened"
+    assert drafter.stats is not None
+    if place == "trying":
+        assert drafter.stats.loop == "plain"
+        assert "memory ran out" in drafter.stats.reason
+        assert not drafter.binding.not_continued, "it is tried again"
+    else:
+        assert drafter.stats.loop == "own"
+        assert FallbackStep.FREE.value in drafter.stats.memory_steps

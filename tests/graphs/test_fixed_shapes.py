@@ -1,0 +1,306 @@
+"""Fixed shapes without the compiler: few of them, and drafts, draws and verdicts are those of the eager steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from compiled_pairs import CHAIN, NARROW, WINDOWED, assert_judged_alike, pair_of, write
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle31_hf.cache.graph_sizes import NODE_BUCKET, node_bucket, slot_bucket
+from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.drafting import planner
+from eagle31_hf.drafting.draft_tree import DraftTree, ancestors_from_parents
+from eagle31_hf.graphs.captured import CAPTURES, CapturesSteps
+from eagle31_hf.graphs.draft_session import CompiledDrafting
+from eagle31_hf.graphs.graph_makers import GraphKey
+from eagle31_hf.graphs.graphs import Graphs
+from eagle31_hf.graphs.round_graphs import RoundGraph
+from eagle31_hf.graphs.verify import CompiledVerification
+from eagle31_hf.loop.accept import Accepted
+from eagle31_hf.loop.choosing import RoundBatch
+from eagle31_hf.loop.pair import Pair, current_graphs
+from eagle31_hf.targets.binding import TargetOutput
+from eagle31_hf.targets.verify import Verification
+from helpers import RoundWrapper, assert_same_or_tie, configured, left_padded, random_prompts, wrapped_rounds
+
+# --- buckets ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 10**6))
+def test_rows_have_a_length_of_few(slots: int) -> None:
+    bucket = slot_bucket(slots)
+    assert bucket >= slots
+    assert bucket < 2 * slots or bucket == 256
+    assert bucket % 256 == 0
+    assert (bucket // 256).bit_count() == 1
+    assert slot_bucket(bucket) == bucket
+
+
+@given(st.integers(2, 200).flatmap(lambda most: st.tuples(st.integers(1, most), st.just(most))))
+def test_rounds_have_two_widths(nodes_and_most: tuple[int, int]) -> None:
+    nodes, most = nodes_and_most
+    assert nodes <= node_bucket(nodes, most) < most + NODE_BUCKET
+    assert node_bucket(nodes, most) in (NODE_BUCKET, node_bucket(most, most))
+
+
+# --- fixed shapes, without the compiler (that they write the plain text: test_contract) -------------------------------
+
+
+def test_fixed_shapes_are_few_and_serve_the_next_generation(uncompiled: None) -> None:
+    drafter = pair_of("llama")
+    for seed in range(6):
+        write(drafter, random_prompts(1, seed=seed), oracle_seed=seed, **CHAIN)
+    shapes = Pair.of(drafter).graphs.keys
+    # Rows of 16, 32, 64 and 128 slots at most, and one width of rounds and steps.
+    assert len([shape for shape in shapes if shape[0] == "verify"]) <= 4
+    assert len([shape for shape in shapes if shape[0] == "step"]) <= 4
+
+
+def test_rows_that_become_longer_take_the_graph_of_their_new_length(
+    uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the very round they do: the one before is made for buffers that are no longer there."""
+    run, lengths = Graphs.run_or_eager, []
+
+    def watching(self: Graphs, key: GraphKey, make: Any, inputs: Any, *told: Any, **more: Any) -> Any:
+        def watched() -> tuple:
+            filled = inputs()
+            if key.kind == "verify":
+                lengths.append((dict(key.shape[2:-1]), filled[-1].layers[0].keys.shape[2]))
+            return filled
+
+        return run(self, key, make, watched, *told, **more)
+
+    monkeypatch.setattr(Graphs, "run_or_eager", watching)
+    write(pair_of("llama"), random_prompts(1), **CHAIN)
+    assert len({slots for _, slots in lengths}) > 1
+    for made_for, slots in lengths:
+        assert set(made_for.values()) == {slots}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])  # the second with windows, whose masks graphs are given
+def test_the_last_token_of_a_text_takes_a_graph_that_is_there(
+    family: str, uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, prompts = pair_of(family), random_prompts(1)
+    write(drafter, prompts, **CHAIN)
+    eager, forward = [], Verification.__call__
+    monkeypatch.setattr(Verification, "__call__", lambda self, tree: eager.append(tree.size) or forward(self, tree))
+    inputs = left_padded(prompts)
+    plain = drafter.binding.model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    with configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
+        ours = drafter.binding.model.generate(**inputs, max_new_tokens=2, do_sample=False, assistant_model=drafter)
+    assert torch.equal(plain, ours)
+    assert eager == ([1] if family in WINDOWED else [])
+
+
+@pytest.fixture
+def drafted() -> Iterator[list[tuple[DraftTree, list[int]]]]:
+    """Each round's drafts from now on, and the rows that need them: what others get is of no account."""
+    kept: list[tuple[DraftTree, list[int]]] = []
+
+    class Keeping(RoundWrapper):
+        def draft(self, batch: RoundBatch) -> DraftTree:
+            tree = self.inner.draft(batch)
+            kept.append((tree, list(batch.live)))
+            return tree
+
+    with wrapped_rounds(Keeping):
+        yield kept
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
+@pytest.mark.thorough(every=2)
+def test_a_chain_at_once_is_the_chain_step_by_step(
+    family: str, sample: bool, uncompiled: None, drafted: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
+    target = drafter.binding.model
+    for size in (1, 3):
+        texts, drafts = [], []
+        for at_once in (False, True):
+            drafted.clear()
+            inputs = left_padded(random_prompts(size))
+            with (
+                configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN),
+                monkeypatch.context() as m,
+            ):
+                if not at_once:
+                    m.setattr(CompiledDrafting, "whole", lambda *_: None)
+                    m.setattr(RoundGraph, "__call__", lambda *_: None)
+                torch.manual_seed(3)
+                texts.append(target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, do_sample=sample))
+            drafts.append(list(drafted))
+        assert torch.equal(*texts)
+        for (stepwise, live), (whole, also_live) in zip(*drafts, strict=True):
+            assert live == also_live
+            assert torch.equal(stepwise.tokens[live], whole.tokens[live])
+    assert {shape[:3] for shape in Pair.of(drafter).graphs.keys if shape[0] == "chain"} == {
+        ("chain", 1, 5), ("chain", 3, 5)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
+def test_a_tree_at_once_is_the_tree_level_by_level(
+    family: str, uncompiled: None, drafted: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
+    for size in (1, 3):
+        drafts = []
+        for at_once in (False, True):
+            drafted.clear()
+            with monkeypatch.context() as m:
+                if not at_once:
+                    m.setattr(CompiledDrafting, "whole", lambda *_: None)
+                    m.setattr(RoundGraph, "__call__", lambda *_: None)
+                plain, ours = write(drafter, random_prompts(size), **NARROW)
+            assert assert_same_or_tie(drafter.binding.model, plain, ours) == 0
+            drafts.append(list(drafted))
+        assert len(drafts[0]) > 3
+        for (by_level, live), (whole, also_live) in zip(*drafts, strict=False):
+            assert live == also_live
+            assert by_level.max_depth == whole.max_depth
+            assert whole.positions.max() <= whole.max_depth
+            if whole.max_depth < 4:  # the last of a text, grown as deep as any and then cut
+                break
+            assert by_level.max_children == whole.max_children
+            for name in ("tokens", "parents", "depths", "ancestors"):
+                assert torch.equal(getattr(by_level, name)[live], getattr(whole, name)[live]), name
+            torch.testing.assert_close(by_level.scores[live], whole.scores[live])
+    shapes = Pair.of(drafter).graphs.keys
+    trees = {(key.rows, key.size, *key.shape[:2]) for key in shapes if key.kind == "tree"}
+    assert trees == {(rows, 8, 4, 2) for rows in (1, 3)}
+
+
+def test_rows_that_end_do_not_make_new_shapes(uncompiled: None) -> None:
+    drafter = pair_of("llama")
+    plain, ours = write(drafter, random_prompts(4, seed=2), **CHAIN)  # rows get to their end in different rounds
+    assert torch.equal(plain, ours)
+    assert {shape[1] for shape in Pair.of(drafter).graphs.keys} == {4}
+
+
+@pytest.fixture
+def sizes() -> Iterator[list[tuple[int, int]]]:
+    """Of each verification: rows of the batch, and how many of them need tokens."""
+    sizes: list[tuple[int, int]] = []
+
+    class Counting(RoundWrapper):
+        def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
+            sizes.append((len(tree.tokens), len(batch.live)))
+            return self.inner.accept(tree, verified, batch)
+
+    with wrapped_rounds(Counting):
+        yield sizes
+
+
+@pytest.mark.parametrize("family", ["llama", *WINDOWED])
+@pytest.mark.thorough(every=3)
+def test_ended_rows_stand_still_until_few_are_left(family: str, uncompiled: None, sizes: list[tuple[int, int]]) -> None:
+    """Graphs are made for the size a batch begins with; a few rows are cheaper without."""
+    drafter = pair_of(family)
+    for fields, seed in itertools.product((CHAIN, NARROW), range(3)):
+        before = len(sizes)
+        plain, ours = write(drafter, random_prompts(5, seed=2), oracle_seed=seed, **fields)
+        assert torch.equal(plain, ours)
+        stats, rounds = drafter.stats, sizes[before:]
+        assert stats is not None
+        assert (stats.passes, stats.rounds) == (len(rounds), sum(live for _, live in rounds))
+    assert {(5, 5), (5, 4), (5, 3), (5, 2), (1, 1)} == {*sizes}
+    assert {shape[1] for shape in Pair.of(drafter).graphs.keys} == {5}
+
+
+def test_ended_rows_leave_where_verification_stays_eager(uncompiled: None, sizes: list[tuple[int, int]]) -> None:
+    write(pair_of("llama"), random_prompts(5, seed=2), cache_type="int8", **CHAIN)
+    assert all(rows == live for rows, live in sizes)
+    assert min(sizes) < (5, 5)
+
+
+@pytest.mark.parametrize("top_k", [0, 7])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
+@pytest.mark.thorough(every=2)
+def test_sampling_draws_the_same_tokens(
+    family: str, top_k: int, uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one row that never rests, that is: in a batch rows that have ended take numbers where they stand still, and
+    none where not, as does a graph that drafts ahead of a rest."""
+    monkeypatch.setattr(planner, "VAIN_ROUNDS", 1000)
+    drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
+    target = drafter.binding.model
+    for seed in range(3):
+        inputs, texts = left_padded(random_prompts(1, seed=seed)), []
+        for mode in ("eager", "compile"):
+            with configured(drafter, speculation_loop="own", acceleration=mode, **CHAIN):
+                torch.manual_seed(seed)
+                sampling = {"do_sample": True, "top_k": top_k}
+                texts.append(target.generate(**inputs, max_new_tokens=30, assistant_model=drafter, **sampling))
+        assert torch.equal(*texts)
+    assert "advance" in {kind for kind, *_ in Pair.of(drafter).graphs.keys}
+
+
+JUDGED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # settings of the draft, of sampling, nodes
+    "greedy chain": (CHAIN, {"do_sample": False}, 6),
+    "sampled chain": (CHAIN, {"do_sample": True, "top_k": 0, "top_p": 0.9}, 6),
+    "sampled chain of few": (CHAIN, {"do_sample": True, "top_k": 7, "top_p": 0.9}, 6),
+    "greedy tree": (NARROW, {"do_sample": False}, 8),
+    "sampled tree": (NARROW, {"do_sample": True, "top_k": 0, "top_p": 0.9}, 8),
+}
+
+
+@pytest.mark.parametrize("way", JUDGED)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
+@pytest.mark.thorough(every=2)
+def test_drafts_are_judged_at_once_as_by_the_eager_rule(family: str, way: str, uncompiled: None, judged: list) -> None:
+    drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
+    target, (fields, sampling, nodes) = drafter.binding.model, JUDGED[way]
+    with configured(drafter, speculation_loop="own", acceleration="compile", **fields):
+        for rows in (1, 3):
+            target.generate(**left_padded(random_prompts(rows)), max_new_tokens=30, assistant_model=drafter, **sampling)
+    assert drafter.stats.fallbacks == []
+    assert_judged_alike(judged)
+    kept = [shape for shape in Pair.of(drafter).graphs.keys if shape[0] == "advance"]
+    assert {shape[1:3] for shape in kept} == {(rows, nodes) for rows in (1, 3)}
+
+
+def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> None:
+    drafter = pair_of("llama")
+    target, inputs = drafter.binding.model, left_padded(random_prompts(1))
+    asked: dict[str, Any] = {"do_sample": True, "return_dict_in_generate": True, "output_scores": True}
+    with configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
+        told = target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, **asked)
+    assert len(told.scores) == 20
+    assert "advance" not in {kind for kind, *_ in Pair.of(drafter).graphs.keys}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("parents", [[0, 0, 1, 2, 3], [0, 0, 0, 1, 2]], ids=["chain", "tree"])
+def test_a_fixed_verification_is_the_eager_one(family: str, parents: list[int], uncompiled: None) -> None:
+    """Rows of unequal length, a chain and a tree, masks made in the graph or (windows) before it."""
+    drafter = pair_of(family)
+    binding = drafter.binding
+    cache = SpeculativeCache.from_config(
+        binding.text_config, batch_size=2, capacity=128, block=32, slab=16, masks_by_type=binding.masks_by_type
+    )
+    graphs = current_graphs(drafter).made_by(CapturesSteps(CAPTURES["cpu"]))
+    verify = CompiledVerification(binding, cache, graphs, most_nodes=5)
+    prompts = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
+    above = torch.tensor([parents] * 2)
+    ancestors, children = ancestors_from_parents(above, 4), max(parents[1:].count(node) for node in range(5))
+    depths = ancestors.sum(2) - 1
+    tree = DraftTree(prompts[:, :5], above, depths, ancestors, max_depth=int(depths.max()), max_children=children)
+    with torch.no_grad(), binding.capturing():
+        cache.place(20)
+        binding.forward(prompts, cache.position_ids(), cache.attention_mask(), cache)
+        cache.commit([20, 13])
+        eager = Verification(binding, cache)(tree)
+        verify(tree)  # makes the step
+        fixed = verify(tree)
+    torch.testing.assert_close(fixed.logits, eager.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fixed.aux, eager.aux, rtol=1e-4, atol=1e-4)
+    assert len(verify.graphs.keys) == 1

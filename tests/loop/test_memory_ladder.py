@@ -1,0 +1,157 @@
+"""The way down as data, what counts as running out of memory, and advice on the allocator."""
+
+from __future__ import annotations
+
+import logging
+import platform
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle31_hf.loop.memory_ladder import SMALLEST_CHUNK, FallbackStep, MemoryLadder, Stage, is_out_of_memory
+from eagle31_hf.memory import allocator
+from eagle31_hf.memory.allocator import allocator_advice
+from eagle31_hf.memory.cards import driver_spills
+
+LADDERS = st.builds(MemoryLadder, drafts=st.booleans(), chunk=st.integers(1, 8192))
+
+
+def way_down(ladder: MemoryLadder, stage: Stage) -> list[FallbackStep]:
+    taken: list[FallbackStep] = []
+    while (step := ladder.step_down(stage)) is not None:
+        taken.append(step)
+        assert len(taken) < 100
+    return taken
+
+
+@given(LADDERS, st.sampled_from(Stage))
+def test_every_way_ends_and_keeps_its_order(ladder: MemoryLadder, stage: Stage) -> None:
+    drafts = ladder.drafts
+    taken = way_down(ladder, stage)
+    assert taken == sorted(taken, key=[*FallbackStep].index)
+    assert taken.count(FallbackStep.FREE) == 1
+    assert taken.count(FallbackStep.DROP) == drafts
+    assert stage is Stage.PREFILL or FallbackStep.CHUNK not in taken
+
+
+@given(LADDERS, st.lists(st.sampled_from(Stage), max_size=200))
+def test_nothing_is_given_up_twice_or_given_back(ladder: MemoryLadder, stages: list[Stage]) -> None:
+    for stage in stages:
+        before = ladder.drafts, ladder.chunk
+        step = ladder.step_down(stage)
+        assert ladder.drafts <= before[0]
+        assert ladder.chunk <= before[1]
+        assert ((ladder.drafts, ladder.chunk) == before) == (step in (None, FallbackStep.FREE))
+
+
+def test_chunks_are_cut_down_to_the_smallest_and_no_further() -> None:
+    ladder, chunks = MemoryLadder(drafts=True, chunk=2048), []
+    while ladder.step_down(Stage.PREFILL) is not FallbackStep.DROP:
+        chunks.append(ladder.chunk)
+    assert chunks == [2048, 512, 128, SMALLEST_CHUNK]
+
+
+def test_workspaces_are_freed_once_per_stage() -> None:
+    ladder = MemoryLadder(drafts=True, chunk=512)
+    assert [ladder.step_down(stage) for stage in (Stage.PREFILL, Stage.VERIFY, Stage.PREFILL, Stage.VERIFY)] == [
+        FallbackStep.FREE, FallbackStep.FREE, FallbackStep.CHUNK, FallbackStep.DROP,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        torch.cuda.OutOfMemoryError("HIP out of memory."),
+        RuntimeError("MPS backend out of memory (MPS allocated: 9.05 GB)"),
+        RuntimeError("Invalid buffer size: 24.00 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        MemoryError(),
+    ],
+)
+def test_running_out_of_memory_is_recognised(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        ValueError("CUDA out of memory"),
+        OSError("Cannot allocate memory"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_nothing_else_is_taken_for_it(error: BaseException) -> None:
+    assert not is_out_of_memory(error)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the allocator of a CPU is asked")
+def test_what_this_machine_says_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    assert is_out_of_memory(caught.value)
+
+
+# --- allocator --------------------------------------------------------------------------------------------------------
+
+EXPANDABLE = "max_split_size_mb:128, expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("settings", "spills", "said"),
+    [
+        ("", False, ["expandable_segments:True"]),
+        ("expandable_segments:False", False, ["expandable_segments:True"]),
+        (EXPANDABLE, False, []),
+        ("backend:cudaMallocAsync", False, []),
+        ("", True, ["Sysmem Fallback"]),
+        (EXPANDABLE, True, ["Sysmem Fallback"]),
+    ],
+)
+def test_advice_fits_the_machine(settings: str, spills: bool, said: list[str]) -> None:
+    advice = allocator_advice(settings, spills=spills)
+    assert len(advice) == len(said)
+    assert all(words in line for words, line in zip(said, advice, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "spills"),
+    [("Windows", "11", True), ("Linux", "6.6.87-microsoft-standard-WSL2", True), ("Linux", "6.8.0-generic", False)],
+)
+def test_drivers_of_windows_spill(monkeypatch: pytest.MonkeyPatch, system: str, release: str, spills: bool) -> None:
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "release", lambda: release)
+    assert driver_spills() == spills
+
+
+@pytest.mark.parametrize("variable", allocator.VARIABLES)
+def test_the_environment_is_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str
+) -> None:
+    monkeypatch.setattr(allocator, "_advised", set())
+    monkeypatch.setattr(allocator, "driver_spills", lambda: False)
+    for name in allocator.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, EXPANDABLE)
+    allocator.advise_once(torch.device("cuda"))
+    assert not caplog.records
+
+
+def test_advice_is_given_once_and_for_cuda_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "eagle31_hf")
+    monkeypatch.setattr(allocator, "_advised", set())
+    monkeypatch.setattr(allocator, "driver_spills", lambda: False)
+    for name in allocator.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for device in ("cpu", "mps", "cuda", "cuda:0"):
+        allocator.advise_once(torch.device(device))
+    assert len(caplog.records) == 1

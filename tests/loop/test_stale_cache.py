@@ -1,0 +1,209 @@
+"""A carried cache that does not fit the text any more, or another pair's: it is found out, and the text is right."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from carried_turns import (
+    FULL,
+    NEW,
+    SLIDING,
+    after_one_turn,
+    assert_same_contents,
+    new_cache,
+    ours,
+    plain,
+    prompt_of,
+    target_positions,
+    users_turn,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import BitsAndBytesConfig
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.drafter.packed_linear import packed_tensors
+from eagle31_hf.loop.carried_cache import fingerprint
+from helpers import drafter_of, oracle_drafts, random_drafter, random_prompts, target_of
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.mark.parametrize(("name", "again"), [("llama", 4), ("mistral", 0), ("gemma3", 0)])
+def test_an_edited_history_is_read_again_from_the_edit_on(name, again):
+    text, cache = after_one_turn(name)
+    edited = users_turn(text)
+    edited[0, 5] = (edited[0, 5] + 1) % 90 + 3
+    truth = plain(name, edited)
+    assert not torch.equal(plain(name, edited, past_key_values=copy.deepcopy(cache)), truth)  # what we guard against
+    with target_positions(name) as counts:
+        assert torch.equal(ours(name, edited, cache), truth)
+    assert counts[0] == edited.shape[1] - again  # a window that has slid cannot go back: from the start
+    assert "do not hold" in drafter_of(name).stats.fallbacks[0]
+    fresh = new_cache(name)
+    ours(name, edited, fresh)
+    assert_same_contents(cache, fresh)
+    assert_same_contents(cache.eagle31_state.drafter_cache, fresh.eagle31_state.drafter_cache)
+
+
+@pytest.mark.parametrize("name", [*FULL, *SLIDING])
+def test_a_prompt_shorter_than_the_cache(name):
+    _, cache = after_one_turn(name)
+    shorter = prompt_of(name)[:, :-2]
+    assert torch.equal(ours(name, shorter, cache), plain(name, shorter))
+
+
+@pytest.mark.parametrize("name", [*FULL, *SLIDING])
+def test_a_plain_turn_in_between(name):
+    text, cache = after_one_turn(name)
+    between = plain(name, users_turn(text), past_key_values=cache)
+    later = users_turn(between, 1)
+    with target_positions(name) as counts:
+        written = ours(name, later, cache)
+    assert torch.equal(written, plain(name, later))
+    assert counts[0] == later.shape[1] - (text.shape[1] - 1 if name in FULL else 0)
+    with target_positions(name) as counts:
+        ours(name, users_turn(written, 2), cache)
+    assert counts[0] == 6
+
+
+@pytest.mark.parametrize("name", [*FULL, *SLIDING])
+def test_a_cache_without_a_record(name):
+    text, cache = prompt_of(name), new_cache(name)
+    text = users_turn(plain(name, text, past_key_values=cache))
+    known, truth = cache.get_seq_length(), plain(name, text)
+    new_only = copy.deepcopy(cache)
+    with target_positions(name) as counts:  # of unknown text: read it all
+        assert torch.equal(ours(name, text, cache), truth)
+    assert counts[0] == text.shape[1]
+    for _ in range(2):  # nothing to compare with: believed, and from then on the drafter's state travels, too
+        with target_positions(name) as counts:
+            written = ours(name, text[:, known:], new_only, attention_mask=torch.ones_like(text))
+        assert torch.equal(written, truth[:, known:])
+        assert counts[0] == 6
+        drafted = new_only.eagle31_state.drafter_cache.get_seq_length()
+        text, known = users_turn(truth), new_only.get_seq_length()
+        truth = plain(name, text)
+    assert drafted == 2 * (NEW + 5)
+
+
+def test_new_tokens_after_a_cache_that_was_cut():
+    """The record no longer says what the cache holds, so it must not become the history of the next one."""
+    text, cache = after_one_turn("llama")
+    cache.crop(-3)
+    known, text = cache.get_seq_length(), users_turn(text[:, : cache.get_seq_length()])
+    written = ours("llama", text[:, known:], cache, attention_mask=torch.ones_like(text))
+    assert torch.equal(written, plain("llama", text)[:, known:])
+    assert (cache.eagle31_state.token_ids[:, :known] < 0).all()
+
+
+def test_new_tokens_that_replace_the_last_one_written():
+    text, cache = after_one_turn("llama")
+    known = cache.get_seq_length()
+    text = users_turn(text[:, :known])  # the last token, whose keys are in no cache, is left out
+    assert text[0, known] != cache.eagle31_state.token_ids[0, -1]
+    before = cache.eagle31_state.drafter_cache.get_seq_length()
+    written = ours("llama", text[:, known:], cache, attention_mask=torch.ones_like(text))
+    assert torch.equal(written, plain("llama", text)[:, known:])
+    # The drafter's last position was joined with that token, so it is dropped and missing from then on.
+    assert cache.eagle31_state.drafter_cache.get_seq_length() == before - 1 + 5 + NEW - 1
+    later = users_turn(plain("llama", text), 1)
+    assert torch.equal(ours("llama", later, cache), plain("llama", later))
+
+
+@pytest.mark.parametrize("name", [*FULL, *SLIDING])
+def test_another_drafter_starts_midway(name):
+    text, cache = after_one_turn(name)
+    text = users_turn(text)
+    truth = plain(name, text)
+    drafter = random_drafter(target_of(name), seed=7)
+    with oracle_drafts(truth, text.shape[1]), target_positions(name) as counts:
+        written = plain(name, text, assistant_model=drafter, past_key_values=cache)
+    drafter.detach()
+    assert torch.equal(written, truth)
+    assert counts[0] == 6
+    assert cache.eagle31_state.drafter_cache.get_seq_length() == NEW + 5  # the old one's state is not mixed in
+    assert torch.equal(ours(name, users_turn(truth, 1), cache), plain(name, users_turn(truth, 1)))
+
+
+def test_another_target_trusts_nothing():
+    text, cache = after_one_turn("llama")
+    cache.eagle31_state = _changed(cache.eagle31_state, target_fingerprint="of other weights")
+    text = users_turn(text)
+    with target_positions("llama") as counts:
+        assert torch.equal(ours("llama", text, cache), plain("llama", text))
+    assert counts[0] == text.shape[1]
+
+
+def _changed(state: Any, **fields: Any) -> Any:
+    return type(state)(**{**{name: getattr(state, name) for name in state.__dataclass_fields__}, **fields})
+
+
+def test_a_cache_refilled_behind_our_back_is_found_out():
+    text, cache = after_one_turn("llama")
+    cache.reset()
+    other = torch.tensor(random_prompts(1, seed=8, longest=30))
+    plain("llama", torch.cat((other, other), 1), past_key_values=cache, max_new_tokens=30)
+    assert cache.get_seq_length() > text.shape[1]
+    assert torch.equal(ours("llama", users_turn(text), cache), plain("llama", users_turn(text)))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(
+            st.sampled_from(["ours", "plain"]), st.sampled_from(["go on", "edit", "cut", "crop"]), st.integers(0, 30)
+        ),
+        min_size=2,
+        max_size=4,
+    )
+)
+def test_whatever_happened_to_the_cache_the_text_is_right(turns):
+    text, cache = prompt_of("llama"), new_cache("llama")
+    for number, (loop, change, place) in enumerate(turns):
+        if change == "edit":
+            text = text.clone()
+            text[0, place % text.shape[1]] = 3 + place
+        elif change == "cut":
+            text = text[:, : 2 + place]
+        elif change == "crop" and cache.get_seq_length() > place:
+            cache.crop(-place)
+        text = users_turn(text, number)
+        truth = plain("llama", text, max_new_tokens=4)
+        if loop == "ours":
+            assert torch.equal(ours("llama", text, cache, max_new_tokens=4), truth)
+        elif text.shape[1] > cache.get_seq_length():
+            plain("llama", text, max_new_tokens=4, past_key_values=cache)  # wrong after an edit, and left in the cache
+        text = truth
+
+
+def test_fingerprints_follow_the_weights():
+    drafter = random_drafter(target_of("llama"), seed=4)
+    before = fingerprint(drafter)
+    assert before == fingerprint(copy.deepcopy(drafter)) != fingerprint(drafter_of("llama"))
+    with torch.no_grad():
+        next(iter(drafter.fc.parameters())).add_(1e-3)
+    drafter.detach()
+    assert fingerprint(drafter) != before
+
+
+def test_fingerprints_tell_how_a_drafter_is_packed(tmp_path):
+    """Its keys are other numbers then: a cache written by one is not for the other."""
+    pytest.importorskip("bitsandbytes")
+    random_drafter(target_of("llama"), seed=4).save_pretrained(tmp_path)
+    packings = (None, {"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+                {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"})  # fmt: skip
+
+    def load(packing):
+        config = None if packing is None else BitsAndBytesConfig(**packing)
+        return Eagle31Drafter.from_pretrained(tmp_path, target=target_of("llama"), quantization_config=config)
+
+    found = [fingerprint(load(packing)) for packing in packings]
+    assert len(set(found)) == len(packings)
+    assert found == [fingerprint(load(packing)) for packing in packings]
+    other = load(packings[1])
+    next(iter(packed_tensors(other).values())).fill_(1)
+    assert fingerprint(other) != found[1], "packed weights that were trained further"

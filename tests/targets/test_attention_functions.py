@@ -1,0 +1,104 @@
+"""Attention that somebody registered with transformers is never exchanged for SDPA without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from eagle31_hf.errors import UnsupportedGenerationError
+from eagle31_hf.serving.engine import EngineSettings, within_what_the_target_can
+from eagle31_hf.targets.attention_functions import why_attention_is_unknown
+from helpers import CONFIGS, configured, left_padded, prompts_for, random_drafter, random_target
+
+
+def sharper(module: Any, query: Tensor, *rest: Any, scaling: float | None = None, **more: Any) -> Any:
+    """Attention with scores three times as large."""
+    usual = scaling if scaling is not None else query.shape[-1] ** -0.5
+    return sdpa_attention_forward(module, query, *rest, scaling=3 * usual, **more)
+
+
+def recent(*args: Any, **kwargs: Any) -> Any:
+    """A mask that lets no token see further back than four others."""
+    mask = sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+    queries, keys = mask.shape[-2:]
+    far = torch.arange(keys)[None] < torch.arange(keys - queries, keys)[:, None] - 4
+    return mask & ~far
+
+
+REGISTERED: dict[str, tuple[str, Any, Any]] = {
+    "a name of one's own": ("mine", sharper, sdpa_mask),
+    "no mask of its own": ("mine", sharper, None),
+    "a mask of one's own": ("mine", sdpa_attention_forward, recent),
+    "sdpa's name": ("sdpa", sharper, sdpa_mask),
+    "flash attention's name": ("flash_attention_2", sharper, sdpa_mask),
+    "eager's mask": ("eager", None, recent),
+}
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """What is registered meanwhile is forgotten."""
+    with (
+        mock.patch.dict(AttentionInterface._global_mapping),
+        mock.patch.dict(AttentionMaskInterface._global_mapping),
+    ):
+        yield
+
+
+def register(name: str, attention: Any, mask: Any) -> None:
+    if attention is not None:
+        AttentionInterface.register(name, attention)
+    if mask is not None:
+        AttentionMaskInterface.register(name, mask)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("how", REGISTERED)
+def test_registered_attention_is_decoded_plainly(how: str, registries: None) -> None:
+    target = random_target(CONFIGS["llama"]())
+    eagle = random_drafter(target)
+    rows = 1 if how == "no mask of its own" else 2
+    inputs = left_padded(prompts_for("llama", rows))
+    settings: dict[str, Any] = inputs | {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    usual = target.generate(**settings)
+    name, attention, mask = REGISTERED[how]
+    register(name, attention, mask)
+    if attention is not sharper or name != "flash_attention_2":
+        target.set_attn_implementation(name)
+    else:
+        target.config._attn_implementation_internal = name  # the package need not be there
+    plain = target.generate(**settings)
+    assert not torch.equal(plain, usual), "or nothing was registered"
+    assert torch.equal(target.generate(**settings, assistant_model=eagle), plain)
+    assert (eagle.stats.loop, repr(name) in eagle.stats.reason) == ("plain", True)
+    refusal = pytest.raises(UnsupportedGenerationError, match="registered from outside")
+    with configured(eagle, speculation_loop="own"), refusal:
+        target.generate(**settings, assistant_model=eagle)
+    with pytest.raises(UnsupportedGenerationError, match="registered from outside"):
+        within_what_the_target_can(eagle, EngineSettings())
+
+
+@pytest.mark.contract
+def test_transformers_own_attention_makes_way(registries: None) -> None:
+    """All that attends as SDPA does, also where a kernel from the Hub is bound to it; what is sparse does not."""
+    target = random_target(CONFIGS["llama"]())
+    register("somebody/flash-kernel", partial(flash_attention_forward, implementation="x"), sdpa_mask)
+    register("somebody/sparse-kernel", mock.Mock(), sdpa_mask)
+    counts_bytes = "eagle31_fused"  # of memory plans: computes nothing
+    both = ALL_ATTENTION_FUNCTIONS.keys() & ALL_MASK_ATTENTION_FUNCTIONS.keys()
+    own = sorted(both - {counts_bytes})
+    assert {"sdpa", "flash_attention_2", "flex_attention"} <= set(own)
+    for name in ["eager", *own]:
+        target.config._attn_implementation_internal = name
+        assert (why_attention_is_unknown(target) is None) == (name != "somebody/sparse-kernel"), name

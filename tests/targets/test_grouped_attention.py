@@ -1,0 +1,290 @@
+"""Attention without copies of keys: the same as with them, for every kind of mask, and what a target calls."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from eagle31_hf.drafting.shape import repeats_mask
+from eagle31_hf.targets import attention_in_parts as in_parts
+from eagle31_hf.targets import grouped_attention as grouped
+from eagle31_hf.targets.attention_in_parts import attention_in_parts, finite
+from eagle31_hf.targets.binding import TargetBinding
+from eagle31_hf.targets.grouped_attention import GROUPED, attending_grouped, grouped_attention
+from helpers import GROUPED as GROUPED_SIZES
+from helpers import drafter_of, random_target, target_of
+
+WIDTH, CLOSE = 16, {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+def states(batch: int, groups: int, length: int, slots: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Queries, keys and values as a model makes them and as a cache lends them: the first slots of longer buffers."""
+    torch.manual_seed(groups * 1000 + length)
+    kv_heads = 2
+    query = torch.randn(batch, length, kv_heads * groups, WIDTH, dtype=dtype).transpose(1, 2)
+    buffers = torch.randn(2, batch, kv_heads, slots + 7, WIDTH, dtype=dtype)
+    return [query, *(buffer[:, :, :slots] for buffer in buffers)]
+
+
+def tree_mask(rows: int, heads: int, length: int, slots: int, *, window: int | None = None) -> Tensor:
+    """Additive: nodes of a tree behind a prefix, in a window; of each row and each head its own."""
+    visible = torch.ones(rows, heads, length, slots, dtype=torch.bool)
+    generator = torch.Generator().manual_seed(5)
+    block = torch.rand(rows, heads, length, length, generator=generator) < 0.5
+    visible[..., slots - length :] = (block & torch.ones(length, length).tril().bool()) | torch.eye(length).bool()
+    if window is not None:
+        visible[..., : slots - length - window] = False
+    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+
+
+def with_copies(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, repeat_kv(key, groups), repeat_kv(value, groups), attn_mask=mask, scale=scale
+    )
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("length", [1, 6])
+@pytest.mark.parametrize("mask", ["shared", "of rows", "of heads", "window", "bool"])
+def test_it_gives_what_attention_with_copied_keys_gives(mask, length, batch, groups, dtype):
+    query, key, value = states(batch, groups, length, 50, dtype)
+    rows, heads = (batch if mask == "of rows" else 1), (2 * groups if mask == "of heads" else 1)
+    made = tree_mask(rows, heads, length, 50, window=9 if mask == "window" else None).to(dtype)
+    made = made == 0 if mask == "bool" else made.clamp(min=torch.finfo(dtype).min)
+    out = grouped_attention(query, key, value, made, scale=0.3)
+    expected = with_copies(query, key, value, made, scale=0.3)
+    assert out.shape == expected.shape == (batch, 2 * groups, length, WIDTH)
+    torch.testing.assert_close(out, expected, rtol=0, atol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+def test_long_rows_go_head_after_head_and_give_the_same(heads):
+    query, key, value = states(2, 4, 40, 90)
+    assert not repeats_mask(40, 2, 4, WIDTH)
+    assert repeats_mask(6, 2, 4, WIDTH)
+    mask = tree_mask(2, heads, 40, 90)
+    torch.testing.assert_close(
+        grouped_attention(query, key, value, mask), with_copies(query, key, value, mask), rtol=0, atol=1e-6
+    )
+
+
+def test_without_a_mask_one_query_sees_everything_and_several_are_a_chain():
+    query, key, value = states(2, 4, 1, 50)
+    torch.testing.assert_close(grouped_attention(query, key, value), with_copies(query, key, value, None))
+    query, key, value = states(2, 4, 20, 20)
+    chain = torch.full((20, 20), torch.finfo(torch.float32).min).triu(1)[None, None]
+    torch.testing.assert_close(grouped_attention(query, key, value), with_copies(query, key, value, chain))
+
+
+def test_values_may_be_narrower_than_keys():
+    query, key, value = states(1, 4, 6, 50)
+    mask = tree_mask(1, 1, 6, 50)
+    out = grouped_attention(query, key, value[..., :8], mask)
+    torch.testing.assert_close(out, with_copies(query, key, value[..., :8], mask))
+
+
+@pytest.mark.parametrize("length", [6, 40])
+def test_gradients_are_those_of_attention_with_copied_keys(length):
+    mask, gradients = tree_mask(1, 1, length, 60), []
+    for attend in (grouped_attention, with_copies):
+        leaves = [each.detach().clone().requires_grad_() for each in states(1, 4, length, 60)]
+        (attend(*leaves, mask) ** 2).sum().backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+# --- keys shared out --------------------------------------------------------------------------------------------------
+
+
+def exact_kernel(query, key, value, mask, scale):
+    """In the kernel's place: softmax and its log-sum-exp in full precision, padded as the kernel pads it."""
+    scores = query.double() @ key.double().transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if mask is None else scores + mask.double()
+    sums = F.pad(scores.logsumexp(-1), (0, -query.shape[2] % 32), value=float("inf"))
+    return (scores.softmax(-1) @ value.double()).to(query.dtype), sums.float()
+
+
+@pytest.mark.parametrize("slots", [256, 301])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", [0, 1, 2], ids=["no mask", "shared", "of heads"])
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_parts_of_the_keys_give_together_what_all_keys_give(monkeypatch, parts, heads, batch, slots):
+    monkeypatch.setattr(in_parts, "attention_and_sums", exact_kernel)
+    query, key, value = states(batch, 1, 24, slots)
+    mask = tree_mask(batch, heads, 24, slots, window=100) if heads else None  # the first parts are hidden as a whole
+    ours = finite(mask, query.dtype) if mask is not None else None
+    out = attention_in_parts(query, key, value, ours, parts, scale=0.4)
+    torch.testing.assert_close(out, with_copies(query, key, value, mask, scale=0.4), rtol=0, atol=1e-6)
+
+
+def test_parts_are_views_of_the_keys(monkeypatch):
+    query, key, value = states(2, 1, 4, 301)
+    seen = []
+
+    def watched(query, key, value, mask, scale):
+        seen.append((key.untyped_storage().data_ptr(), value.untyped_storage().data_ptr()))
+        return exact_kernel(query, key, value, mask, scale)
+
+    monkeypatch.setattr(in_parts, "attention_and_sums", watched)
+    attention_in_parts(query, key, value, None, 4)
+    assert seen == [(key.untyped_storage().data_ptr(), value.untyped_storage().data_ptr())] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_hidden_stays_finite_in_the_kernels_arithmetic(dtype):
+    for mask in (torch.tensor([0.0, torch.finfo(dtype).min]).to(dtype), torch.tensor([True, False])):
+        made = finite(mask, dtype)
+        assert made.dtype == dtype
+        assert made[0] == 0
+        assert torch.isfinite(made.float() * 1.4427).all()
+        assert torch.exp(made.float()[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "works", "said"),
+    [(1e-3, True, ""), (0.3, False, "differs by 0.3"), (math.nan, False, "differs by nan"),
+     (RuntimeError("no kernel image\nis available"), False, "no kernel image")],
+)  # fmt: skip
+def test_a_device_is_tried_before_keys_are_shared_out(
+    found: Any, works: bool, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, tries = torch.device("cuda", 0), []
+
+    def measured(_device: torch.device) -> float:
+        tries.append(1)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(in_parts, "TRIED", {})
+    monkeypatch.setattr(in_parts, "_difference_on", measured)
+    for _ in range(2):
+        in_parts.try_on(device)
+    assert {device: works} == in_parts.TRIED
+    assert len(tries) == 1
+    assert said in caplog.text
+    assert bool(caplog.text) != works
+    in_parts.try_on(torch.device("cpu"))
+    assert len(tries) == 1
+
+
+def test_the_trial_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_parts, "attention_and_sums", exact_kernel)
+    assert in_parts._difference_on(torch.device("cpu")) < in_parts.LARGEST_DIFFERENCE
+
+    def in_base_two(*given: Any) -> tuple[Tensor, Tensor]:
+        out, sums = exact_kernel(*given)
+        return out, sums / math.log(2)
+
+    monkeypatch.setattr(in_parts, "attention_and_sums", in_base_two)
+    assert not in_parts._difference_on(torch.device("cpu")) < in_parts.LARGEST_DIFFERENCE
+
+
+# --- in a target ------------------------------------------------------------------------------------------------------
+
+
+def test_a_target_attends_without_copies_while_drafted_texts_run(monkeypatch):
+    target, drafter = target_of("llama"), drafter_of("llama")
+    shapes: list[tuple[Any, ...]] = []
+    attend = F.scaled_dot_product_attention
+
+    def watched(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("attn_mask") is not None:
+            shapes.append((query.shape[1], key.shape[1], kwargs.get("enable_gqa", False)))
+        return attend(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    target.generate(ids, assistant_model=drafter, max_new_tokens=8, do_sample=False)
+    kv_heads = target.config.num_key_value_heads
+    assert shapes
+    assert set(shapes) == {(kv_heads, kv_heads, False)}
+    assert target.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager", "flex_attention"])
+def test_the_target_has_its_own_attention_back(own):
+    target, drafter = random_target(hf.LlamaConfig(**GROUPED_SIZES)), drafter_of("llama")
+    target.set_attn_implementation(own)
+    binding = TargetBinding(target, drafter.config)
+    inside = "eager" if own == "eager" else GROUPED
+    with binding.masked_attention():
+        with binding.masked_attention():
+            assert target.config._attn_implementation == inside
+        assert target.config._attn_implementation == inside
+        assert binding.attention == ("eager" if own == "eager" else "sdpa")
+    assert target.config._attn_implementation == binding.attention == own
+    binding.close()
+
+
+def test_two_drafters_of_a_target_do_not_take_its_attention_from_each_other():
+    target, drafter = random_target(hf.LlamaConfig(**GROUPED_SIZES)), drafter_of("llama")
+    target.set_attn_implementation("flex_attention")
+    one, other = (TargetBinding(target, drafter.config) for _ in range(2))
+    first, second = one.masked_attention(), other.masked_attention()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # the other one still drafts, and has masks that flex attention does not take
+    assert target.config._attn_implementation == GROUPED
+    second.__exit__(None, None, None)
+    assert target.config._attn_implementation == "flex_attention"
+    one.close()
+    other.close()
+
+
+def test_two_that_share_a_config_do_not_take_it_from_each_other():
+    config = hf.LlamaConfig(**GROUPED_SIZES)
+    config._attn_implementation = "sdpa"
+    opened, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with attending_grouped(config):
+            opened.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    opened.wait(10)
+    with attending_grouped(config):
+        leave.set()
+        thread.join()
+        assert config._attn_implementation == GROUPED
+    assert config._attn_implementation == "sdpa"
+
+
+def test_attention_that_is_not_looked_up_by_name_is_left_alone():
+    config = hf.FalconConfig(vocab_size=96, hidden_size=64, num_hidden_layers=4, num_attention_heads=4)
+    target, drafter = random_target(config), drafter_of("llama")
+    binding = TargetBinding(target, drafter.config)
+    with binding.masked_attention():
+        assert target.config._attn_implementation == "sdpa"
+    binding.close()
+
+
+def test_what_it_does_not_know_goes_to_transformers_own(monkeypatch):
+    asked = []
+    monkeypatch.setattr(grouped, "sdpa_attention_forward", lambda *args, **kwargs: asked.append(kwargs) or "theirs")
+    query, key, value = states(1, 4, 6, 50)
+    mask, call = tree_mask(1, 1, 6, 50), grouped.grouped_attention_forward
+    module = torch.nn.Module()
+    assert call(module, query, key, value, None) == "theirs"
+    assert call(module, query, key, value, mask, dropout=0.1) == "theirs"
+    assert call(module, query, key, value, mask, position_bias=mask) == "theirs"
+    assert call(module, query, key, value, mask[..., :49]) == "theirs"
+    assert len(asked) == 4
+    out, weights = call(module, query, key, value, mask, scaling=0.2)
+    assert weights is None
+    assert len(asked) == 4
+    torch.testing.assert_close(out.transpose(1, 2), with_copies(query, key, value, mask, scale=0.2))

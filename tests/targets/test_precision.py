@@ -1,0 +1,98 @@
+"""Which precision is quick: by what processors announce, not by what this one is."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from eagle31_hf.cli.pairs import PairSource, load_pair
+from eagle31_hf.targets import loading, precision
+from eagle31_hf.targets.precision import (
+    cpu_arithmetic,
+    precision_advice,
+    precision_caution,
+    quick_dtype,
+    warn_of_precision,
+)
+from helpers import DEMO_DRAFTER, MODELS
+
+PROCESSORS = {
+    "Zen 3": ("flags\t\t: fpu fma avx avx2 sha_ni", "", torch.float32),
+    "Cooper Lake": ("flags\t\t: avx2 avx512f avx512_bf16", "avx512_bf16", torch.bfloat16),
+    "Sapphire Rapids": ("flags\t\t: avx2 avx512_bf16 amx_bf16 amx_tile", "amx_bf16", torch.bfloat16),
+    "Graviton 3": ("Features\t: fp asimd asimdhp sve svebf16 bf16", "svebf16", torch.bfloat16),
+    "Cortex-A72": ("Features\t: fp asimd evtstrm crc32", "", torch.float32),
+}
+
+
+@pytest.fixture(params=PROCESSORS)
+def processor(request, tmp_path: Path) -> tuple[Path, str, torch.dtype]:
+    text, arithmetic, dtype = PROCESSORS[request.param]
+    facts = tmp_path / "cpuinfo"
+    facts.write_text(f"processor\t: 0\n{text}\n", encoding="ascii")
+    return facts, arithmetic, dtype
+
+
+def test_a_processor_computes_in_what_it_announces(processor) -> None:
+    facts, arithmetic, dtype = processor
+    assert cpu_arithmetic(torch.bfloat16, facts) == arithmetic
+    assert quick_dtype(torch.bfloat16, "cpu", facts) is dtype
+    assert quick_dtype(torch.float32, "cpu", facts) is torch.float32
+
+
+def test_half_precision_is_another_question(tmp_path: Path) -> None:
+    facts = tmp_path / "cpuinfo"
+    facts.write_text("flags : avx512_bf16\n", encoding="ascii")
+    assert quick_dtype(torch.float16, "cpu", facts) is torch.float32
+    facts.write_text("flags : avx512_bf16 avx512_fp16\n", encoding="ascii")
+    assert quick_dtype(torch.float16, "cpu", facts) is torch.float16
+
+
+def test_where_the_system_does_not_say_weights_stay_as_they_are(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nothing"
+    assert cpu_arithmetic(torch.bfloat16, nowhere) is None
+    assert quick_dtype(torch.bfloat16, "cpu", nowhere) is torch.bfloat16
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 9), torch.bfloat16)])
+def test_a_gpu_before_ampere_computes_in_float16(monkeypatch, capability, dtype) -> None:
+    monkeypatch.setattr(precision, "_compute_capability", lambda device: capability)
+    assert quick_dtype(torch.bfloat16, "cuda") is dtype
+
+
+def test_the_owner_of_a_slow_model_is_told_once(processor, monkeypatch, caplog) -> None:
+    facts, _, dtype = processor
+    monkeypatch.setattr(precision, "_said", set())
+    model = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            warn_of_precision(model, facts)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (dtype is torch.float32)
+    assert all("Load it with dtype=torch.float32 (twice the memory)" in line for line in said)
+    model.hf_quantizer = object()
+    assert not precision_caution(model, facts), "packed weights are computed in what their format says"
+
+
+def test_the_doctor_knows_of_a_quicker_type_than_float32(processor) -> None:
+    facts, arithmetic, dtype = processor
+    model = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
+    advice = precision_advice(model, facts)
+    assert bool(advice) == (dtype is torch.bfloat16)
+    assert arithmetic in advice
+    model.dtype = torch.bfloat16
+    assert precision_advice(model, facts) == precision_caution(model, facts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "loaded"), [("auto", torch.float32), ("stored", torch.bfloat16), ("bfloat16", torch.bfloat16)]
+)
+def test_commands_load_what_is_quick_unless_told_otherwise(monkeypatch, settings, loaded) -> None:
+    monkeypatch.setattr(loading, "quick_dtype", lambda stored, device: torch.float32)
+    pair = load_pair(PairSource(str(MODELS / "demo-target"), str(DEMO_DRAFTER), dtype=settings, device="cpu"))
+    assert pair.target.dtype is loaded
+    assert pair.drafter.dtype is loaded

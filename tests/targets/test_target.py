@@ -1,0 +1,416 @@
+"""What a drafter takes from its target: hidden states, shared weights, and a clear no where it does not fit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.drafter.default_config import default_config
+from eagle31_hf.drafter.session import DraftSession
+from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, NotAttachedError
+from eagle31_hf.targets.binding import TargetBinding
+from helpers import (
+    CONFIGS,
+    DEMO_DRAFTER,
+    FAMILIES,
+    GROUPED,
+    MODELS,
+    SIZES,
+    configured,
+    left_padded,
+    random_drafter,
+    random_prompts,
+    random_target,
+)
+
+LAYERS = SIZES["num_hidden_layers"]
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of each distinct storage behind `tensors`."""
+    found = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+def live_tensors() -> list[Tensor]:
+    # By exact type: asking some of torch's lazy objects for their class wakes them up, and the fake tensors that an
+    # earlier test left for the collector have no memory to ask for; sparse ones, which are not ours, no storage either.
+    found = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
+    return [tensor for tensor in found if tensor.device.type != "meta" and tensor.layout is torch.strided]
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+@pytest.fixture
+def llama() -> Any:
+    return random_target(CONFIGS["llama"]())
+
+
+# --- hidden states ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.contract
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hooks_see_what_output_hidden_states_shows(name: str) -> None:
+    target = random_target(CONFIGS[name]())
+    config = default_config(target, num_aux_hidden_states=LAYERS + 1, aux_layers=list(range(LAYERS + 1)))
+    binding = TargetBinding(target, config)
+    ids = torch.tensor(random_prompts(1, longest=20)[0])[None]
+    with binding.capturing():
+        shown = target(ids, output_hidden_states=True)
+        states = binding.take_aux().chunk(LAYERS + 1, dim=-1)
+    for index in range(LAYERS):
+        assert torch.equal(states[index], shown.hidden_states[index]), index
+    # The last one is shown after the final norm; a tap takes it before.
+    assert not torch.allclose(states[LAYERS], shown.hidden_states[LAYERS], atol=1e-3)
+    decoder = target.get_decoder()
+    norm = getattr(decoder, "norm", None) or decoder.final_layer_norm
+    torch.testing.assert_close(norm(states[LAYERS]), shown.hidden_states[LAYERS])
+    binding.close()
+
+
+def test_taps_are_handed_over_once_and_only_while_capturing(llama: Any) -> None:
+    binding = TargetBinding(llama, default_config(llama))
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        llama(ids)
+        assert binding.taps.are_empty
+        with binding.capturing():
+            llama(ids)
+            assert binding.take_aux().shape == (1, 3, 3 * 64)
+            with pytest.raises(IncompatibleTargetError, match="before compiling"):
+                binding.take_aux()
+            llama(ids)
+    assert binding.taps.are_empty, "nothing outlives the capture"
+
+
+@torch.no_grad()
+def test_aux_order_is_the_configs(llama: Any) -> None:
+    ids = torch.tensor([[3, 4, 5]])
+    shown = llama(ids, output_hidden_states=True).hidden_states
+    binding = TargetBinding(llama, default_config(llama, aux_layers=[3, 0, 3]))
+    with binding.capturing():
+        llama(ids)
+        assert torch.equal(binding.take_aux(), torch.cat((shown[3], shown[0], shown[3]), -1))
+
+
+# --- nothing left behind ----------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_that_is_dropped_takes_its_hooks_along(llama: Any) -> None:
+    before = hooks_of(llama)
+    drafter = random_drafter(llama)
+    llama.generate(torch.tensor([[5, 6]]), max_new_tokens=5, assistant_model=drafter, do_sample=False)
+    assert hooks_of(llama) > before
+    del drafter
+    gc.collect()
+    assert hooks_of(llama) == before
+
+
+def test_a_target_that_projects_its_embedding_is_refused() -> None:
+    config = hf.OPTConfig(
+        vocab_size=96, hidden_size=64, ffn_dim=80, num_hidden_layers=4, num_attention_heads=4, word_embed_proj_dim=32,
+        max_position_embeddings=128, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = random_target(config)
+    with pytest.raises(IncompatibleTargetError, match="projects its embedding"):
+        Eagle31Drafter.from_target(model)
+    assert hooks_of(model) == 0
+
+
+def test_detach_leaves_the_target_as_it_was(llama: Any) -> None:
+    before = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
+    modules = [name for name, _ in llama.named_modules()]
+    drafter = random_drafter(llama)
+    binding = weakref.ref(drafter.binding)
+    assert hooks_of(llama) > 0
+    with configured(drafter, draft_top_k=2):
+        llama.generate(torch.tensor([[5, 6]]), max_new_tokens=5, assistant_model=drafter, do_sample=False)
+    drafter.detach()
+    gc.collect()
+    assert hooks_of(llama) == 0
+    assert binding() is None
+    assert [name for name, _ in llama.named_modules()] == modules
+    assert all(torch.equal(tensor, before[name]) for name, tensor in llama.state_dict().items())
+    drafter.detach()  # twice is fine
+
+
+def test_attaching_elsewhere_lets_go_of_the_first_target(llama: Any) -> None:
+    drafter = random_drafter(llama)
+    other = random_target(CONFIGS["llama"](), seed=5)
+    assert drafter.attach(other) is drafter
+    assert hooks_of(llama) == 0
+    assert drafter.is_attached
+    assert drafter.binding.model is other
+
+
+def test_a_failed_attach_changes_nothing(llama: Any) -> None:
+    drafter = random_drafter(llama)
+    wide = random_target(hf.LlamaConfig(**{**GROUPED, "hidden_size": 32}))
+    hooks = hooks_of(llama)
+    with pytest.raises(IncompatibleTargetError):
+        drafter.attach(wide)
+    assert hooks_of(wide) == 0
+    assert hooks_of(llama) == hooks
+    assert drafter.is_attached
+    assert drafter.binding.model is llama
+
+
+def test_target_is_no_part_of_the_drafter(llama: Any) -> None:
+    drafter = random_drafter(llama)
+    assert not any("embed" in name or "lm_head" in name for name, _ in llama.named_modules() if "eagle" in name)
+    theirs = storages(weights(llama))
+    assert not theirs.keys() & storages(weights(drafter)).keys()
+    assert not theirs.keys() & storages(drafter.to_checkpoint().tensors.values()).keys()
+
+
+@torch.no_grad()
+def test_copies_of_an_attached_target_work_alone(llama: Any) -> None:
+    drafter = random_drafter(llama)
+    ids = torch.tensor([[3, 4, 5]])
+    logits = llama(ids).logits
+    for twin in (copy.deepcopy(llama), pickle.loads(pickle.dumps(llama))):
+        assert torch.equal(twin(ids).logits, logits)
+        binding = drafter.binding
+        with binding.capturing():
+            twin(ids)
+            assert binding.taps.are_empty, "a copy's forward must not reach the drafter of the original"
+        out = twin.generate(ids, max_new_tokens=4, do_sample=False)
+        assert torch.equal(out, llama.generate(ids, max_new_tokens=4, do_sample=False))
+
+
+# --- sharing ----------------------------------------------------------------------------------------------------------
+
+
+def test_embedding_and_full_head_are_the_targets_own(llama: Any) -> None:
+    drafter = random_drafter(llama, own_lm_head=False)
+    assert drafter.embed_tokens is None
+    assert drafter.lm_head is None
+    binding = drafter.binding
+    assert binding.embedding.weight.data_ptr() == llama.get_input_embeddings().weight.data_ptr()
+    assert binding.lm_head.weight.data_ptr() == llama.lm_head.weight.data_ptr()
+    assert not drafter._head_rows
+    names = drafter.state_dict().keys()
+    assert not any("embed" in name or "lm_head" in name for name in names)
+    with torch.no_grad():
+        hidden = torch.randn(1, 2, 64)
+        assert torch.equal(drafter.draft_logits(hidden), llama.lm_head(hidden))
+
+
+def test_reduced_vocabulary_over_a_shared_head_keeps_the_gathered_rows_only(llama: Any) -> None:
+    drafter = random_drafter(llama, own_lm_head=False, draft_vocab_size=16)
+    (rows,) = drafter._head_rows
+    assert rows.untyped_storage().nbytes() == 16 * 64 * 4
+    ids = drafter.draft_ids
+    assert ids is not None
+    assert torch.equal(rows, llama.lm_head.weight[ids])
+    drafter.detach()
+    assert not drafter._head_rows
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("own_lm_head", [False, True])
+def test_a_drafter_adds_its_parameters_and_one_kv_layer(own_lm_head: bool) -> None:
+    """Every storage alive in the middle of a generation, against those alive without a drafter."""
+    target = random_target(hf.LlamaConfig(**{**GROUPED, "vocab_size": 4000}))
+    gc.collect()
+    before = storages(live_tensors())
+    drafter = random_drafter(target, own_lm_head=own_lm_head, draft_vocab_size=500)
+    depth, length, new = 3, 6, 40
+    alive: dict[int, int] = {}
+
+    class Look(hf.generation.streamers.BaseStreamer):
+        rounds = 0
+
+        def put(self, value: Tensor) -> None:
+            self.rounds += 1
+            if self.rounds == 6:
+                gc.collect()
+                alive.update(storages(live_tensors()))
+
+        def end(self) -> None: ...
+
+    with configured(drafter, num_assistant_tokens=depth, speculation_loop="own"):
+        target.generate(
+            torch.arange(5, 5 + length)[None], max_new_tokens=new, do_sample=False, streamer=Look(),
+            assistant_model=drafter,
+        )  # fmt: skip
+    added = sum(size for pointer, size in alive.items() if pointer not in before)
+    own = sum(storages([*weights(drafter), *drafter._head_rows]).values())
+    slots = length + new + 2 * (depth + 1) + 2 * depth  # committed tokens and room for the drafts of a round
+    kv_layer = 2 * slots * 2 * 16 * 4  # keys and values, 2 heads of 16, fp32
+    target_kv = LAYERS * kv_layer
+    nodes = depth + 1
+    one_round = 4 * nodes * (4 * 4000 + 6 * 500 + 40 * 64)  # logits and their copies, draft logits, hidden states
+    assert added <= own + kv_layer + target_kv + one_round
+    assert own < 500_000, "an embedding or a full head of 4000 rows alone would be a megabyte"
+
+
+def test_the_drafters_cache_is_one_layer(llama: Any) -> None:
+    drafter = random_drafter(llama)
+    session = DraftSession(drafter, batch_size=2, capacity=50, block=8)
+    session.absorb(torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 3, 192), [3, 3])
+    buffers = [t for layer in session.cache.layers for t in (layer.keys, layer.values)]
+    assert len(session.cache.layers) == 1
+    assert sum(storages(buffers).values()) <= 2 * 2 * (50 + 8) * 2 * 16 * 4
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def tiny(config_class: Any, **fields: Any) -> Any:
+    return config_class(**{**GROUPED, **fields})
+
+
+def refused(target: Any, **overrides: Any) -> str:
+    fitting = random_target(CONFIGS["llama"]())
+    config = default_config(fitting, **overrides)
+    with pytest.raises((IncompatibleTargetError, ConfigurationError)) as caught:
+        Eagle31Drafter(config).attach(target)
+    if isinstance(target, nn.Module):
+        assert hooks_of(target) == 0
+    return str(caught.value)
+
+
+def test_another_vocabulary_or_hidden_size() -> None:
+    message = refused(random_target(tiny(hf.LlamaConfig, vocab_size=1000)))
+    assert "96" in message
+    assert "1000" in message
+    message = refused(random_target(tiny(hf.LlamaConfig, hidden_size=32)))
+    assert "64" in message
+    assert "32" in message
+
+
+def test_layers_out_of_range() -> None:
+    message = refused(random_target(CONFIGS["llama"]()), aux_layers=[1, 2, 5])
+    assert "[5]" in message
+    assert "0..4" in message
+    assert "no default" in refused(random_target(CONFIGS["llama"]()), num_aux_hidden_states=2)
+
+
+def test_encoder_decoder_is_refused() -> None:
+    config = hf.T5Config(vocab_size=96, d_model=64, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    assert "encoder-decoder" in refused(hf.T5ForConditionalGeneration(config))
+
+
+SMALL_SIZES = {**GROUPED, "num_hidden_layers": 4}
+KINDS_OF_STATES: dict[str, dict[str, Any]] = {
+    "minimax": {**GROUPED, "layer_types": ["full_attention", "linear_attention"] * 2, "num_local_experts": 4},
+    "recurrent_gemma": {**SMALL_SIZES, "lru_width": 64},
+    "rwkv": {"vocab_size": 96, "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 4},
+    "xlstm": {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_blocks": 4, "num_heads": 4},
+    "deepseek_v4": SMALL_SIZES,
+    "qwen4_exp_text": {
+        **SMALL_SIZES, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4,
+        "num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "hc_lowrank": 8,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+        "indexer_compress_ratio": 4, "pad_token_id": 0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_STATES)
+def test_states_that_nobody_can_take_back_are_refused(kind: str) -> None:
+    if kind not in hf.CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it")
+    message = refused(random_target(hf.AutoConfig.for_model(kind, **KINDS_OF_STATES[kind])))
+    assert "a state that cannot be taken back" in message
+    assert "layers" in message
+
+
+def test_no_lm_head() -> None:
+    assert "AutoModelForCausalLM" in refused(hf.LlamaModel(CONFIGS["llama"]()))
+
+
+def test_something_else_entirely() -> None:
+    assert "Linear" in refused(nn.Linear(2, 2))
+
+
+def test_shrunken_embedding(llama: Any) -> None:
+    llama.model.embed_tokens = nn.Embedding(50, 64)
+    assert "50 rows" in refused(llama)
+
+
+def test_drafter_of_another_target_names_both_sizes() -> None:
+    with pytest.raises(IncompatibleTargetError, match=r"256.*64"):
+        Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=random_target(CONFIGS["llama"]()))
+
+
+def test_compiled_before_attaching(llama: Any) -> None:
+    ids = torch.tensor([[3, 4, 5]])
+    llama.forward = torch.compile(llama.forward, backend="eager")
+    with torch.no_grad():
+        llama(ids)
+    binding = TargetBinding(llama, default_config(llama))
+    binding.taps._handles.pop().remove()  # what a graph compiled without the hook does: the tap does not run
+    with torch.no_grad(), binding.capturing():
+        llama(ids)
+        with pytest.raises(IncompatibleTargetError, match="attach the drafter before compiling"):
+            binding.take_aux()
+
+
+@pytest.mark.contract
+@torch.no_grad()
+def test_hooks_survive_compiling_in_one_graph(llama: Any) -> None:
+    binding = TargetBinding(llama, default_config(llama))
+    compiled = torch.compile(llama.forward, backend="eager", fullgraph=True)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    shown = llama(ids, output_hidden_states=True).hidden_states
+    with binding.capturing():
+        compiled(ids, use_cache=False)
+        wanted = torch.cat([shown[index] for index in binding.aux_layers], -1)
+        torch.testing.assert_close(binding.take_aux(), wanted)
+
+
+# --- generate with the wrong drafter ----------------------------------------------------------------------------------
+
+
+def test_detached_drafter(llama: Any) -> None:
+    drafter = random_drafter(llama)
+    drafter.detach()
+    with pytest.raises(NotAttachedError, match="attach"):
+        llama.generate(torch.tensor([[3]]), max_new_tokens=2, assistant_model=drafter)
+
+
+def test_drafter_of_another_model(llama: Any) -> None:
+    other = random_target(CONFIGS["llama"](), seed=9)
+    with pytest.raises(NotAttachedError, match="another LlamaForCausalLM"):
+        other.generate(torch.tensor([[3]]), max_new_tokens=2, assistant_model=random_drafter(llama))
+
+
+@pytest.mark.contract
+def test_two_drafters_share_one_target(llama: Any) -> None:
+    first, second = random_drafter(llama, seed=1), random_drafter(llama, seed=2, aux_layers=[0, 1, 4])
+    inputs = left_padded(random_prompts(1))
+    plain = llama.generate(**inputs, max_new_tokens=12, do_sample=False)
+    for drafter in (first, second, first):
+        assert torch.equal(llama.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=drafter), plain)
+    first.detach()
+    assert torch.equal(llama.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=second), plain)
+
+
+def test_reading_and_attaching_at_once_equals_attaching_later() -> None:
+    target = hf.AutoModelForCausalLM.from_pretrained(MODELS / "demo-target", dtype=torch.float32)
+    at_once = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target)
+    later = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, dtype=torch.float32).attach(target)
+    assert at_once.dtype == later.dtype == torch.float32
+    ours, theirs = at_once.state_dict(), later.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
