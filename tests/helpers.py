@@ -300,6 +300,36 @@ def prompts_for(name: str, count: int, seed: int = 0) -> list[list[int]]:
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
+def assert_same_text(
+    target: Any,
+    drafter: Any,
+    inputs: Tensor | dict[str, Tensor],
+    *,
+    seed: int = 0,
+    loop: str | None = "own",
+    **kwargs: Any,
+) -> Tensor:
+    """`generate(**kwargs)` writes the same tokens with the drafter as without, and leaves the generator alike.
+
+    Args:
+        inputs: prompts `(B, T)`, or the arguments that hold them.
+        loop: the loop that must have written the text, by `stats.loop`; `None` if any may.
+
+    Returns:
+        Tensor: the text `(B, T)`, prompts included.
+    """
+    arguments = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
+    torch.manual_seed(seed)
+    plain = target.generate(**arguments, **kwargs)
+    plain_state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    text = target.generate(**arguments, **kwargs, assistant_model=drafter)
+    assert torch.equal(text, plain), f"got {text.tolist()}, wanted {plain.tolist()}"
+    assert torch.equal(torch.get_rng_state(), plain_state), "torch's generator was left in another state"
+    assert loop in (None, drafter.stats.loop), f"written by {drafter.stats.loop}: {drafter.stats.reason}"
+    return text
+
+
 def assert_same_or_tie(model: Any, plain: Tensor, other: Tensor, mask: Tensor | None = None) -> int:
     """Rows `(B, T)` are equal up to the first token where the model itself cannot tell the two candidates apart.
 
