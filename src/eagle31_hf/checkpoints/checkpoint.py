@@ -45,7 +45,7 @@ from .layouts import (
     stored_name,
     written_layout,
 )
-from .mtp import SAVED, TOKENIZER_FILE, holds_head, inspect_head, is_saved_head, read_head, refuse_lost_head, write_head
+from .mtp import SAVED, TOKENIZER_FILE, StoredHead, find_head, refuse_lost_head, write_head
 from .other_methods import refuse_other_methods
 
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
@@ -137,12 +137,8 @@ def read_checkpoint(
     folder = resolve_checkpoint(
         path_or_id, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
-    if holds_head(folder) or is_saved_head(folder):
-        config, tensors = read_head(folder)
-        _check_loaded(config, tensors)
-        tensors = {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in tensors.items()}
-        beside = folder / TOKENIZER_FILE
-        return Checkpoint(config, tensors, "mtp", {"tokenizer_file": str(beside)} if beside.is_file() else {})
+    if (head := find_head(folder)) is not None:
+        return _read_head(head, dtype)
     headers = _headers_or_lost_head(folder)
     by_stored_name = headers.tensors.load(list(headers.stored_names.values()))
     tensors = {ours: by_stored_name[theirs] for ours, theirs in headers.stored_names.items()}
@@ -156,6 +152,15 @@ def read_checkpoint(
     headers.config.dtype = tensors["fc.weight"].dtype
     metadata = headers.stored_config.metadata
     return Checkpoint(headers.config, tensors, headers.layout.name, metadata)
+
+
+def _read_head(head: StoredHead, dtype: torch.dtype | None) -> Checkpoint:
+    config, tensors = head.config(), head.tensors()
+    _check_loaded(config, tensors)
+    tensors = {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in tensors.items()}
+    config.dtype = tensors["fc.weight"].dtype
+    tokenizer = head.folder / TOKENIZER_FILE
+    return Checkpoint(config, tensors, "mtp", {"tokenizer_file": str(tokenizer)} if tokenizer.is_file() else {})
 
 
 def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, format: str = "plain") -> None:
@@ -198,8 +203,8 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
     Values (NaN, the vocabulary map) are not looked at.
     """
     folder = resolve_checkpoint(path_or_id, revision=revision)
-    if holds_head(folder) or is_saved_head(folder):
-        return _head_summary(str(path_or_id), folder)
+    if (head := find_head(folder)) is not None:
+        return _head_summary(str(path_or_id), head)
     headers = _headers_or_lost_head(folder)
     return _summary(
         str(path_or_id),
@@ -232,10 +237,10 @@ def _caution_notes(headers: _Headers) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _head_summary(source: str, folder: Path) -> CheckpointSummary:
-    config, infos = inspect_head(folder)
-    title = "a folder of its own" if is_saved_head(folder) else f"inside its target ({config.family})"
-    return _summary(source, ("mtp", title, "MTP head"), config, str(config.dtype).removeprefix("torch."), infos)
+def _head_summary(source: str, head: StoredHead) -> CheckpointSummary:
+    config = head.config()
+    title = "a folder of its own" if head.family is None else f"inside its target ({config.family})"
+    return _summary(source, ("mtp", title, "MTP head"), config, str(config.dtype).removeprefix("torch."), head.infos)
 
 
 def _summary(

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from ..errors import CheckpointError, CheckpointFormatError
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, open_shards, read_json
-from .mtp import family_of, holds_head, stored_head, text_fields
+from .mtp import StoredHead, holds_head, require_head_in, text_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +37,13 @@ def graft_head(base: Path, folder: Path) -> list[str]:
         CheckpointFormatError: `base` holds no head, `folder` holds one already, or they are not of one model.
         CheckpointError: it cannot be written there; the folder is what it was.
     """
-    tensors = stored_head(base)
-    _require_room_for_it(base, folder)
+    head = require_head_in(base)
+    if head.family is None:
+        raise CheckpointFormatError(f"{base} holds a head by itself, without its target's names; pass the target")
+    head.config()  # refused here if it is not whole
+    tensors = head.load()
+    head.tensors(tensors)
+    _require_room_for_it(head, folder)
     try:
         if (folder / WEIGHTS_FILE).is_file():
             _beside_single_file(folder, tensors)
@@ -51,27 +56,25 @@ def graft_head(base: Path, folder: Path) -> list[str]:
     return sorted(tensors)
 
 
-def _require_room_for_it(base: Path, folder: Path) -> None:
+def _require_room_for_it(head: StoredHead, folder: Path) -> None:
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointFormatError(f"{folder} has no {CONFIG_FILE}; pass the folder of a model")
     if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
         raise CheckpointFormatError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; save the model as these")
-    ours, theirs = read_json(folder / CONFIG_FILE), read_json(base / CONFIG_FILE)
     if holds_head(folder):
         raise CheckpointFormatError(f"{folder} holds an MTP head already; nothing was changed")
+    ours, theirs = text_fields(read_json(folder / CONFIG_FILE)), text_fields(head.raw_config)
     for field in SAME:
-        got, wanted = text_fields(ours).get(field), text_fields(theirs).get(field)
-        if got != wanted:
+        if ours.get(field) != theirs.get(field):
             raise CheckpointFormatError(
-                f"{folder} has {field} {got}, and {base} {wanted}; a head fits the model it was trained with and its "
-                "fine-tunes: pass the model that this one was made from"
+                f"{folder} has {field} {ours.get(field)}, and {head.folder} {theirs.get(field)}; a head fits the model "
+                "it was trained with and its fine-tunes: pass the model that this one was made from"
             )
-    family = family_of(theirs)
-    assert family is not None, "its head was read"
-    if not text_fields(ours).get(family.count) and text_fields(theirs).get(family.count):
+    count = head.family.count if head.family is not None else ""
+    if not ours.get(count) and theirs.get(count):
         raise CheckpointFormatError(
-            f"{folder / CONFIG_FILE} lacks {family.count}, by which engines know of the head; write "
-            f"{text_fields(theirs)[family.count]} there as {base / CONFIG_FILE} has it"
+            f"{folder / CONFIG_FILE} lacks {count}, by which engines know of the head; write {theirs[count]} there as "
+            f"{head.folder / CONFIG_FILE} has it"
         )
 
 

@@ -12,7 +12,7 @@ from huggingface_hub import errors as hub
 
 from ..errors import CheckpointFormatError, CheckpointNotFoundError
 from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, open_tensors, shown
-from .mtp import head_files, holds_head, read_head
+from .mtp import head_files, holds_head, require_head_in
 
 GGUF_SUFFIX = ".gguf"
 MOST_NAMED = 5
@@ -186,6 +186,4 @@ def target_holds_head(path_or_id: str | os.PathLike[str]) -> bool:
 
 def require_head(path_or_id: str | os.PathLike[str]) -> None:
     """Raise a `CheckpointFormatError` that says what is wrong if a target holds no MTP head that can be read."""
-    folder = resolve_checkpoint(path_or_id)
-    if not holds_head(folder):
-        read_head(folder)
+    require_head_in(resolve_checkpoint(path_or_id))

@@ -15,8 +15,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from ..config import MtpConfig
 from ..errors import CheckpointFormatError
 from .files import (
     CONFIG_FILE,
@@ -31,12 +37,6 @@ from .files import (
     shown,
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedConfig
-
-    from ..config import MtpConfig
-
 HEAD_FILE = "mtp.safetensors"
 """Where some publishers keep the head, beside an index that does not name it."""
 
@@ -47,6 +47,7 @@ SAVED = "eagle31_mtp"
 PACKED_MODULES = "_proj"
 """How linear layers of a head end that a quantiser may pack."""
 
+_PARTS = ("fc.weight", "enorm.weight", "hnorm.weight", "norm.weight")
 _OWN_PREFIX = re.compile(r"(?:model\.|language_model\.|model\.language_model\.)*mtp\.(.+)")
 _LAYER_PREFIX = r"(?:model\.|language_model\.|model\.language_model\.)*layers\.{}\.(.+)"
 
@@ -134,13 +135,62 @@ their own normed output."""
 
 
 @dataclass(frozen=True)
-class _Head:
-    """A head that was found: its family, and where its tensors lie, by our names and by the stored ones."""
+class StoredHead:
+    """A head that lies in a folder, inside a target or by itself, as far as headers show it.
 
-    family: MtpFamily
-    text: dict[str, Any]
+    Attributes:
+        family: `None`: it lies there by itself.
+        names: our names of its tensors, and the stored ones.
+    """
+
+    folder: Path
+    raw_config: dict[str, Any]
+    family: MtpFamily | None
     stored: StoredTensors
     names: dict[str, str]
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        """Its tensors by their stored names."""
+        return {name: self.stored.infos[name] for name in self.names.values()}
+
+    def config(self) -> MtpConfig:
+        """What it is.
+
+        Raises:
+            CheckpointFormatError: parts are missing, or the configuration is of no head that can be built.
+        """
+        if self.family is None:
+            return _saved_config(self.folder, self.raw_config)
+        if missing := [name for name in _PARTS if name not in self.names]:
+            raise CheckpointFormatError(
+                f"the MTP head in {self.folder} lacks {', '.join(missing)}; a head is read whole or not at all: fetch "
+                "it again"
+            )
+        try:
+            target = AutoConfig.from_pretrained(self.folder)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointFormatError(
+                f"{self.folder / CONFIG_FILE} cannot be read by transformers: {error}"
+            ) from error
+        return _head_config(self.family, target, self.stored.infos[self.names["fc.weight"]].dtype)
+
+    def load(self) -> dict[str, Tensor]:
+        """Its tensors by their stored names, as they are stored."""
+        return self.stored.load(list(self.names.values()))
+
+    def tensors(self, loaded: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Its tensors by our names. Weights stored as FP8 blocks with scales are unpacked to bfloat16.
+
+        Args:
+            loaded: what `load` gave, if it was called.
+
+        Raises:
+            CheckpointFormatError: they are packed in integers, or some experts are missing.
+        """
+        loaded = self.load() if loaded is None else loaded
+        tensors = {ours: loaded[theirs] for ours, theirs in self.names.items()}
+        return tensors if self.family is None else _join_experts(_unpack_blocks(tensors))
 
 
 def text_fields(raw_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,19 +211,62 @@ def promises_head(raw_config: Mapping[str, Any]) -> bool:
     return family is not None and bool(text.get(family.count) or text.get("num_mtp_layers"))
 
 
-def is_saved_head(folder: Path) -> bool:
-    """Whether a head lies in `folder` by itself, in the layout `mtp`."""
+def find_head(folder: Path) -> StoredHead | None:
+    """The head in `folder`; `None`: there is none of a family that can be read. Reads headers only."""
     path = folder / CONFIG_FILE
-    return path.is_file() and read_json(path).get("model_type") == SAVED
+    if not path.is_file():
+        return None
+    raw_config = read_json(path)
+    if raw_config.get("model_type") == SAVED:
+        stored = open_shards([folder / WEIGHTS_FILE])
+        return StoredHead(folder, raw_config, None, stored, {name: name for name in stored.infos})
+    family, layers = family_of(raw_config), text_fields(raw_config).get("num_hidden_layers")
+    if family is None or (family.is_last_layer and not isinstance(layers, int)):
+        return None
+    pattern = family.pattern(layers)
+    stored = open_shards(_files_with(folder, pattern))
+    found = {name: match[1] for name in stored.infos if (match := pattern.fullmatch(name))}
+    names = {ours: name for name, inner in found.items() if (ours := family.canonical(inner)) is not None}
+    return StoredHead(folder, raw_config, family, stored, names) if names else None
+
+
+def require_head_in(folder: Path) -> StoredHead:
+    """The head in `folder`.
+
+    Raises:
+        CheckpointFormatError: there is none that can be read.
+    """
+    head = find_head(folder)
+    if head is None:
+        refuse_lost_head(folder)
+        raise CheckpointFormatError(
+            f"{folder} holds no MTP head that can be read (those of {', '.join(FAMILIES)} can); name an EAGLE drafter "
+            "that was made for this target"
+        )
+    return head
 
 
 def holds_head(folder: Path) -> bool:
-    """Whether a target lies in `folder` whose files hold a head of a family that can be read. Reads headers only."""
+    """Whether a target lies in `folder` whose files hold a head of a family that can be read."""
+    head = find_head(folder)
+    return head is not None and head.family is not None
+
+
+def refuse_lost_head(folder: Path) -> None:
+    """Raise a `CheckpointFormatError` if the target in `folder`, whose files hold no head, is said to have one."""
     path = folder / CONFIG_FILE
-    if not path.is_file():
-        return False
-    raw_config = read_json(path)
-    return family_of(raw_config) is not None and _find(folder, raw_config) is not None
+    if path.is_file() and promises_head(read_json(path)):
+        raise CheckpointFormatError(
+            f"{folder}: config.json says that there is an MTP head, but the files hold none of its tensors; "
+            "transformers drops them when it saves a model. Pass the folder or Hub id of the model this one was made "
+            "from as the drafter, or put its head back: eagle31 mtp BASE --into FOLDER"
+        )
+
+
+def copies_head_rows(folder: Path) -> bool:
+    """Whether a head that lies in `folder` by itself drafts from chosen rows of its target's LM head, not the first."""
+    head = find_head(folder)
+    return head is not None and "d2t" in head.names and bool(head.stored.load(["d2t"])["d2t"].any())
 
 
 def head_files(folder: Path) -> list[str]:
@@ -189,41 +282,8 @@ def head_files(folder: Path) -> list[str]:
     return [*sorted(_named_files(folder, family.pattern(layers))), HEAD_FILE, TOKENIZER_FILE]
 
 
-def read_head(folder: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
-    """The head in `folder`, a target's or by itself: what it is, and its tensors by our names, as they are stored.
-
-    Weights stored as FP8 blocks with scales are unpacked to bfloat16.
-
-    Raises:
-        CheckpointFormatError: there is none, or it is packed in integers, incomplete or of a form that cannot be read.
-    """
-    raw_config = read_json(folder / CONFIG_FILE)
-    if raw_config.get("model_type") == SAVED:
-        return _read_saved(folder, raw_config)
-    head = _find(folder, raw_config)
-    if head is None:
-        refuse_lost_head(folder)
-        raise CheckpointFormatError(
-            f"{folder} holds no MTP head that can be read (those of {', '.join(FAMILIES)} can); name an EAGLE drafter "
-            "that was made for this target"
-        )
-    _require_whole(head, folder)
-    loaded = head.stored.load(list(head.names.values()))
-    tensors = {ours: loaded[theirs] for ours, theirs in head.names.items()}
-    tensors = _join_experts(_unpack_blocks(tensors))
-    return _config_of(head, folder, tensors["fc.weight"].dtype), tensors
-
-
-def copies_head_rows(folder: Path) -> bool:
-    """Whether a head that lies in `folder` by itself drafts from chosen rows of its target's LM head, not the first."""
-    if not is_saved_head(folder):
-        return False
-    stored = open_shards([folder / WEIGHTS_FILE])
-    return "d2t" in stored.infos and bool(stored.load(["d2t"])["d2t"].any())
-
-
 def write_head(folder: Path, config: MtpConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Write a head into `folder` by itself, to be read by `read_head`; tensors by our names.
+    """Write a head into `folder` by itself; tensors by our names.
 
     Raises:
         CheckpointError: it cannot be written there; what was there stays.
@@ -231,89 +291,6 @@ def write_head(folder: Path, config: MtpConfig, tensors: Mapping[str, Tensor]) -
     fields = config.to_dict() | {"model_type": SAVED, "architectures": ["MtpDrafter"]}
     fields["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     replace_checkpoint(folder, fields, tensors)
-
-
-def _read_saved(folder: Path, raw_config: Mapping[str, Any]) -> tuple[MtpConfig, dict[str, Tensor]]:
-    config = _saved_config(folder, raw_config)
-    stored = open_shards([folder / WEIGHTS_FILE])
-    return config, stored.load(list(stored.infos))
-
-
-def _saved_config(folder: Path, raw_config: Mapping[str, Any]) -> MtpConfig:
-    from huggingface_hub.errors import StrictDataclassError
-
-    from ..config import MtpConfig
-
-    try:
-        config = MtpConfig(**{name: value for name, value in raw_config.items() if name not in _OF_FILES})
-        kind = (config.block or {}).get("model_type")
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointFormatError(f"{folder / CONFIG_FILE} describes no possible MTP head: {error}") from error
-    if kind not in FAMILIES:
-        raise CheckpointFormatError(
-            f"{folder / CONFIG_FILE}: block, the text configuration of the head's layers, is of model_type "
-            f"{shown(kind)}; wanted one of {', '.join(FAMILIES)}"
-        )
-    return config
-
-
-_NOT_OF_LAYERS = ("id2label", "label2id", "architectures", "dtype", "quantization_config", "transformers_version")
-_OF_FILES = ("model_type", "architectures", "transformers_version")
-
-
-def refuse_lost_head(folder: Path) -> None:
-    """Raise a `CheckpointFormatError` if the target in `folder` is said to have a head, and its files hold none."""
-    path = folder / CONFIG_FILE
-    if path.is_file() and promises_head(raw_config := read_json(path)) and _find(folder, raw_config) is None:
-        raise CheckpointFormatError(
-            f"{folder}: config.json says that there is an MTP head, but the files hold none of its tensors; "
-            "transformers drops them when it saves a model. Pass the folder or Hub id of the model this one was made "
-            "from as the drafter, or put its head back: eagle31 mtp BASE --into FOLDER"
-        )
-
-
-def inspect_head(folder: Path) -> tuple[MtpConfig, dict[str, TensorInfo]]:
-    """The head in `folder`, from headers alone: what it is, and its tensors by their stored names.
-
-    Raises:
-        CheckpointFormatError: as `read_head`, as far as headers show it.
-    """
-    raw_config = read_json(folder / CONFIG_FILE)
-    if raw_config.get("model_type") == SAVED:
-        stored = open_shards([folder / WEIGHTS_FILE])
-        return _saved_config(folder, raw_config), dict(stored.infos)
-    head = _find(folder, raw_config)
-    if head is None:
-        raise CheckpointFormatError(f"{folder} holds no MTP head that can be read")
-    _require_whole(head, folder)
-    infos = {name: head.stored.infos[name] for name in head.names.values()}
-    return _config_of(head, folder, infos[head.names["fc.weight"]].dtype), infos
-
-
-def stored_head(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the head of the target in `folder`, as its files have and name them.
-
-    Raises:
-        CheckpointFormatError: as `read_head`.
-    """
-    read_head(folder)  # refused here if it is not whole
-    head = _find(folder, read_json(folder / CONFIG_FILE))
-    if head is None:
-        raise CheckpointFormatError(f"{folder} holds a head by itself, without its target's names; pass the target")
-    return head.stored.load(list(head.names.values()))
-
-
-def _find(folder: Path, raw_config: Mapping[str, Any]) -> _Head | None:
-    family = family_of(raw_config)
-    text = text_fields(raw_config)
-    layers = text.get("num_hidden_layers")
-    if family is None or (family.is_last_layer and not isinstance(layers, int)):
-        return None
-    pattern = family.pattern(layers)
-    stored = open_shards(_files_with(folder, pattern))
-    found = {name: match[1] for name in stored.infos if (match := pattern.fullmatch(name))}
-    names = {ours: name for name, inner in found.items() if (ours := family.canonical(inner)) is not None}
-    return _Head(family, text, stored, names) if names else None
 
 
 def _files_with(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
@@ -371,8 +348,6 @@ def _unpack_blocks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
     """FP8 weight `(N, K)` times the scale of each block, `(ceil(N / b), ceil(K / b))`."""
-    import torch
-
     rows, columns = (-(-size // count) for size, count in zip(weight.shape, scale.shape, strict=True))
     factors = scale.float().repeat_interleave(rows, 0)[: weight.shape[0]]
     factors = factors.repeat_interleave(columns, 1)[:, : weight.shape[1]]
@@ -381,8 +356,6 @@ def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
 
 def _join_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts stored one by one, joined as transformers keeps them: `gate_up_proj` `(E, 2I, H)`, `down_proj`."""
-    import torch
-
     joined: dict[str, Tensor] = {}
     experts: dict[str, dict[str, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
     for name, tensor in tensors.items():
@@ -403,23 +376,22 @@ def _join_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 # --- configuration ----------------------------------------------------------------------------------------------------
 
-
-def _require_whole(head: _Head, folder: Path) -> None:
-    missing = [name for name in ("fc.weight", "enorm.weight", "hnorm.weight", "norm.weight") if name not in head.names]
-    if missing:
-        raise CheckpointFormatError(
-            f"the MTP head in {folder} lacks {', '.join(missing)}; a head is read whole or not at all: fetch it again"
-        )
+_NOT_OF_LAYERS = ("id2label", "label2id", "architectures", "dtype", "quantization_config", "transformers_version")
+_OF_FILES = ("model_type", "architectures", "transformers_version")
 
 
-def _config_of(head: _Head, folder: Path, dtype: Any) -> MtpConfig:
-    from transformers import AutoConfig
-
+def _saved_config(folder: Path, raw_config: Mapping[str, Any]) -> MtpConfig:
     try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointFormatError(f"{folder / CONFIG_FILE} cannot be read by transformers: {error}") from error
-    return _head_config(head.family, config, dtype)
+        config = MtpConfig(**{name: value for name, value in raw_config.items() if name not in _OF_FILES})
+        kind = (config.block or {}).get("model_type")
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointFormatError(f"{folder / CONFIG_FILE} describes no possible MTP head: {error}") from error
+    if kind not in FAMILIES:
+        raise CheckpointFormatError(
+            f"{folder / CONFIG_FILE}: block, the text configuration of the head's layers, is of model_type "
+            f"{shown(kind)}; wanted one of {', '.join(FAMILIES)}"
+        )
+    return config
 
 
 def promised_head(config: PreTrainedConfig) -> MtpConfig | None:
@@ -430,8 +402,6 @@ def promised_head(config: PreTrainedConfig) -> MtpConfig | None:
 
 
 def _head_config(family: MtpFamily, target: PreTrainedConfig, dtype: Any) -> MtpConfig:
-    from ..config import MtpConfig
-
     text = target.get_text_config(decoder=True)
     layer_types = getattr(text, family.layer_types) if isinstance(family.layer_types, str) else family.layer_types
     of_layers = {name: value for name, value in text.to_dict().items() if name not in _NOT_OF_LAYERS}

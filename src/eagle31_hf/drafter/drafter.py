@@ -141,7 +141,6 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         kind = MtpDrafter if isinstance(checkpoint.config, MtpConfig) else cls
         with torch.device("meta"):
             drafter = kind(checkpoint.config)
-        drafter.rotary_emb = drafter.make_rotary(checkpoint.config)
         drafter.load_canonical(checkpoint.tensors)
         drafter._checkpoint_origin = {"format": checkpoint.format, "metadata": checkpoint.metadata}
         return drafter

@@ -15,7 +15,9 @@ bound by the number of operations. The split is restored wherever tensors leave 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,11 @@ from ..config import Eagle31Config
 from ..errors import CheckpointFormatError
 from .attention import AttendingCache, GroupedQueryAttention, LatentAttention
 from .packed_linear import KeepsBufferDtypes
+
+
+def off_meta() -> AbstractContextManager[Any]:
+    """Where rotary tables are made: they are computed and not stored, so a network made on meta has real ones."""
+    return torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,8 @@ class Eagle31Network(PreTrainedModel):
         )
         self.input_norm = nn.RMSNorm(count * target_width, eps=eps) if config.aux_norm == "concatenated" else None
         self.layers = nn.ModuleList(Eagle31DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.rotary_emb = self.make_rotary(config)
+        with off_meta():
+            self.rotary_emb: nn.Module = RotaryTables(config)
         self._build_draft_head(config)
         self.norm: nn.Module = nn.RMSNorm(width, eps=eps)  # last: quantisers leave the last module alone
 
@@ -136,11 +144,6 @@ class Eagle31Network(PreTrainedModel):
         self.lm_head = (
             nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.own_lm_head else None
         )
-
-    @staticmethod
-    def make_rotary(config: Eagle31Config) -> nn.Module:
-        """The module that makes rotary tables. They are computed and not stored: make it outside of the meta device."""
-        return RotaryTables(config)
 
     def fuse_aux(self, aux: Tensor) -> Tensor:
         """Target hidden states `(B, T, A*Ht)`, low layer first, to the drafter's width `(B, T, H)`."""

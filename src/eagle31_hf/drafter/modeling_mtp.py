@@ -26,7 +26,7 @@ from ..config import MtpConfig
 from ..targets.cache_argument import CACHE_ARGUMENT
 from ..targets.grouped_attention import GROUPED
 from .attention import AttendingCache
-from .modeling_eagle31 import DrafterOutput, Eagle31Network
+from .modeling_eagle31 import DrafterOutput, Eagle31Network, off_meta
 from .packed_linear import KeepsBufferDtypes
 
 
@@ -49,22 +49,11 @@ class MtpNetwork(Eagle31Network):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias, device="meta")
         self.enorm, self.hnorm = (copy.deepcopy(_final_norm(decoder)) for _ in range(2))
         self.layers = decoder.layers
-        self.rotary_emb = self.make_rotary(config)
+        self.rotary_emb = _rotary_like(decoder, block)
         self._build_draft_head(config)
         self.norm = _final_norm(decoder)
         by_type = "layer_type" in inspect.signature(self.rotary_emb.forward).parameters
         self._rotary_kwargs = {"layer_type": block.layer_types[0]} if by_type else {}
-
-    @staticmethod
-    def make_rotary(config: MtpConfig) -> nn.Module:  # type: ignore[override]
-        """The target's kind of rotary tables, whose frequencies stay fp32 when the head changes its dtype."""
-        block = config.layers_config()
-        with torch.device("meta"):
-            rotary = getattr(AutoModel.from_config(block), "rotary_emb", None)
-        if rotary is None:
-            return NoRotation()
-        stock = type(rotary)
-        return type(stock.__name__, (KeepsBufferDtypes, stock), {})(block)
 
     def fuse_aux(self, aux: Tensor) -> Tensor:
         """The target's state `(B, T, H)` as it is: `decode` norms it as it norms what is fed back."""
@@ -119,6 +108,16 @@ class NoRotation(nn.Module):
         """Empty tables `(B, T, 0)`."""
         table = x.new_empty((*position_ids.shape, 0))
         return table, table
+
+
+def _rotary_like(decoder: nn.Module, block: Any) -> nn.Module:
+    """The decoder's kind of rotary tables, whose frequencies stay fp32 when the head changes its dtype."""
+    stock = type(getattr(decoder, "rotary_emb", None))
+    if stock is type(None):
+        return NoRotation()
+    kind = type(stock.__name__, (KeepsBufferDtypes, stock), {})
+    with off_meta():
+        return kind(block)
 
 
 def _final_norm(decoder: nn.Module) -> nn.Module:
