@@ -123,6 +123,8 @@ REMOVED_IN_0_2 = {
     "num_assistant_tokens_schedule calibrated": "it is the default, under the name 'planned'; leave the field out",
     "num_assistant_tokens_schedule heuristic": "choose 'planned', 'constant' or 'pid'",
     "draft_length_bounds": "set num_assistant_tokens, the longest draft; leave the field out",
+    "draft_confidence_floor": "it is called draft_min_confidence; rename the field in the file, too",
+    "draft_tree": "trees follow the drafter's confidence; leave the field out",
     "doctor --beside": "--drift shows the same weights read in the other form",
     "bench --four-bit": "pass --quantization 4bit",
     "plan --frontier": "plan again with another --context, --draft-tokens or --batch; each takes seconds",

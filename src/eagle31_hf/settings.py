@@ -3,46 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
-import warnings
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from transformers import GenerationConfig
 
-from .drafting.shape import FIXED_DEPTH, LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape, default_tree_size
+from .drafting.shape import FIXED_DEPTH, LONGEST_CHAIN, USUAL_TREE, DraftShape, default_tree_size
 from .errors import ConfigurationError, removal
+
+logger = logging.getLogger(__name__)
 
 MIN_CONFIDENCE = 0.02
 ACCELERATIONS = ("auto", "eager", "compile")
 LOOPS = ("auto", "own", "plain")
 CACHE_TYPES = ("auto", "full", "int8")
 SCHEDULES = ("planned", "constant", "pid")
-LONGEST_STEERED = 12
-"""Longest draft that a schedule steers to where nothing else is asked for."""
-
-
-@dataclass(frozen=True)
-class DraftLength:
-    """`depth` tokens at most, one after the other.
-
-    Attributes:
-        min_confidence: a chain ends once the drafter is less sure of it (0: never).
-        top_k: children per tree node; 1 is a chain.
-        tree_size: nodes verified per round, root included; `None`: by depth and `top_k`.
-    """
-
-    depth: int
-    min_confidence: float = 0.0
-    top_k: int = 1
-    tree_size: int | None = None
-
-
-COMPILED = DraftLength(LONGEST_OF_GRAPHS)
-COMPILED_SAMPLED = DraftLength(USUAL_TREE.depth, top_k=USUAL_TREE.top_k, tree_size=USUAL_TREE.size)
-"""By graphs, which draft one shape whatever the drafter is sure of. Both have the 8 nodes that are verified anyway.
-Drafts of a sampled text are rejected sooner, so a second guess is worth more than two more steps."""
 
 
 class Eagle31GenerationConfig(GenerationConfig):
@@ -50,7 +27,7 @@ class Eagle31GenerationConfig(GenerationConfig):
 
     Args:
         num_assistant_tokens: draft depth, tokens drafted one after the other in a round. `None` (default) decides by
-            `draft_length`: where asking the device costs nothing (CPU, one row, chain) up to 12 tokens, ended early
+            `draft_shape`: where asking the device costs nothing (CPU, one row, chain) up to 12 tokens, ended early
             by the drafter's own doubt; by graphs 7 (for sampled text 5, as a tree), captured ones as many as pay by
             the bytes of weights that a step and the target read; elsewhere 6.
         draft_min_confidence: end a chain once the product of the drafter's largest probabilities, step by step, falls
@@ -82,13 +59,13 @@ class Eagle31GenerationConfig(GenerationConfig):
     def __init__(self, **kwargs):
         self.draft_top_k: int | None = kwargs.pop("draft_top_k", None)
         self.draft_min_confidence: float | None = kwargs.pop("draft_min_confidence", None)
-        if (earlier := kwargs.pop("draft_confidence_floor", None)) is not None:  # saved or written before the renaming
-            self.draft_confidence_floor = earlier
         if kwargs.pop("draft_length_bounds", None) is not None:  # saved by an earlier version, most likely as null
             raise ConfigurationError(removal("draft_length_bounds"))
+        for gone in ("draft_confidence_floor", "draft_tree"):  # 0.1 saved them with drafters, which still load
+            if kwargs.pop(gone, None) not in (None, "dynamic"):
+                logger.warning("eagle31: ignored: %s", removal(gone))
         self.draft_tree_size: int | None = kwargs.pop("draft_tree_size", None)
         self.draft_window: int | None = kwargs.pop("draft_window", None)
-        _refuse_static_trees(kwargs.pop("draft_tree", "dynamic"))
         self.speculation_loop: str = kwargs.pop("speculation_loop", "auto")
         self.acceleration: str = kwargs.pop("acceleration", "auto")
         self.cache_type: str = kwargs.pop("cache_type", "auto")
@@ -106,66 +83,38 @@ class Eagle31GenerationConfig(GenerationConfig):
         super().__setattr__(name, value)
 
     @property
-    def draft_confidence_floor(self) -> float | None:
-        """The old name of `draft_min_confidence`."""
-        _warn_of_old_name()
-        return self.draft_min_confidence
-
-    @draft_confidence_floor.setter
-    def draft_confidence_floor(self, value: float | None) -> None:
-        _warn_of_old_name()
-        self.draft_min_confidence = value
-
-    @property
     def asked_top_k(self) -> int | None:
         """Children per tree node that were asked for; a tree's size alone asks for two."""
         if self.draft_top_k is None and self.draft_tree_size is not None:
             return USUAL_TREE.top_k
         return self.draft_top_k
 
-    def draft_length(
-        self,
-        *,
-        device_type: str,
-        batch_size: int,
-        sampled: bool = False,
-        asked: int | None = None,
-        compiled: bool | None = None,
-        by_graphs: DraftLength | None = None,
-    ) -> DraftLength:
-        """How long this round's drafts may get.
+    def draft_shape(
+        self, *, device_type: str, rows: int, asked: int | None = None, by_graphs: DraftShape | None = None
+    ) -> DraftShape:
+        """The largest draft of a round.
 
-        The smallest confidence was chosen on the embedded pair: its drafter doubts itself more than it
-        errs, so a small one saves the steps that are almost never accepted and no others.
+        The smallest confidence was chosen on the embedded pair: its drafter doubts itself more than it errs, so a small
+        one saves the steps that are almost never accepted and no others.
 
         Args:
             device_type: where the drafter runs; reading its confidence makes an accelerator wait.
-            batch_size: rows.
-            sampled: whether drafts are drawn.
-            asked: depth the `generate` call itself asks for.
-            compiled: whether rounds are computed by graphs; default: if `acceleration` is `"compile"`.
-            by_graphs: what graphs draft of themselves for this pair; default: what pays on a CPU.
+            rows: of the batch.
+            asked: depth that the `generate` call itself asks for.
+            by_graphs: what graphs draft where nothing is asked for; `None`: rounds are eager.
         """
         depth, top_k, least = asked or self.num_assistant_tokens, self.asked_top_k or 1, self.draft_min_confidence
-        steered = self.num_assistant_tokens_schedule == "pid"
-        told = DraftLength(depth or FIXED_DEPTH, least or 0.0, top_k, self.draft_tree_size if top_k > 1 else None)
-        if depth is not None or top_k > 1:
-            return told
-        compiled = self.acceleration == "compile" if compiled is None else compiled
-        if compiled:
-            usual = by_graphs or (COMPILED_SAMPLED if sampled else COMPILED)
-            may_be_tree = batch_size == 1 and not steered and self.asked_top_k is None and not least
-            return usual if may_be_tree else DraftLength(usual.depth, least or 0.0)
-        if device_type == "cpu" and batch_size == 1 and not steered:
-            return DraftLength(LONGEST_CHAIN, MIN_CONFIDENCE if least is None else least)
-        return told
-
-    def draft_shape(self, length: DraftLength) -> DraftShape:
-        """The largest draft of a round whose chain, or deepest path, is as long as that."""
-        if length.top_k == 1:
-            return DraftShape(depth=length.depth, min_confidence=length.min_confidence)
-        size = length.tree_size or default_tree_size(length.depth, length.top_k)
-        return DraftShape(depth=length.depth, top_k=length.top_k, size=size)
+        is_steered = self.num_assistant_tokens_schedule == "pid"
+        if depth is None and top_k == 1:
+            if by_graphs is not None:
+                may_be_tree = rows == 1 and not is_steered and self.asked_top_k is None and not least
+                return by_graphs if may_be_tree else DraftShape(by_graphs.depth, least or 0.0)
+            if device_type == "cpu" and rows == 1 and not is_steered:
+                return DraftShape(LONGEST_CHAIN, MIN_CONFIDENCE if least is None else least)
+        depth = depth or FIXED_DEPTH
+        if top_k == 1:
+            return DraftShape(depth, least or 0.0)
+        return DraftShape(depth, top_k=top_k, size=self.draft_tree_size or default_tree_size(depth, top_k))
 
     @property
     def stored_cache_type(self) -> str:
@@ -212,15 +161,6 @@ def require_count(name: str, value: Any) -> None:
         raise ConfigurationError(f"{name} is {value!r}; wanted a whole number of at least 1")
 
 
-def _refuse_static_trees(shape: str) -> None:
-    """Trees had two shapes once; a saved configuration may still name one."""
-    if shape != "dynamic":
-        raise ConfigurationError(
-            f"draft_tree is {shape!r}, but trees follow the drafter's confidence now, which accepts more at every "
-            "temperature; leave the field out"
-        )
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -238,8 +178,4 @@ OWN_FIELDS = (
 
 @cache
 def _known_fields() -> frozenset[str]:
-    return frozenset(vars(GenerationConfig())) | {*OWN_FIELDS, "draft_confidence_floor"}
-
-
-def _warn_of_old_name() -> None:
-    warnings.warn("draft_confidence_floor is called draft_min_confidence now", DeprecationWarning, stacklevel=3)
+    return frozenset(vars(GenerationConfig())) | {*OWN_FIELDS}

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.settings import Eagle31GenerationConfig
 
 CONFIG = {
@@ -77,27 +78,20 @@ def test_a_checkpoint_drafts_what_it_drafted_and_is_written_as_it_was(folder, ta
     assert all(torch.equal(again[name], before[name]) for name in before)
 
 
-def test_settings_are_read_with_their_old_names(tmp_path):
+def test_settings_are_read_and_old_names_are_ignored_with_a_line(tmp_path, caplog):
     (tmp_path / "generation_config.json").write_text(json.dumps(SETTINGS))
-    with pytest.warns(DeprecationWarning, match="draft_min_confidence"):
-        config = Eagle31GenerationConfig.from_pretrained(tmp_path)
-    assert (config.draft_min_confidence, config.draft_top_k, config.cache_type) == (0.1, 3, "int8")
+    config = Eagle31GenerationConfig.from_pretrained(tmp_path)
+    assert (config.draft_min_confidence, config.draft_top_k, config.cache_type) == (None, 3, "int8")
+    assert "draft_confidence_floor went in 0.2.0: it is called draft_min_confidence" in caplog.text
     config.check()
-    config.save_pretrained(tmp_path / "again")
-    saved = json.loads((tmp_path / "again" / "generation_config.json").read_text())
-    assert saved["draft_min_confidence"] == 0.1
-    assert "draft_confidence_floor" not in saved
+    assert "draft_confidence_floor" not in config.to_dict()
 
 
-def test_old_names_of_public_fields_work_and_warn():
-    config = Eagle31GenerationConfig()
-    with pytest.warns(DeprecationWarning, match="draft_min_confidence"):
-        config.draft_confidence_floor = 0.3
-    assert config.draft_min_confidence == 0.3
-    with pytest.warns(DeprecationWarning, match="draft_min_confidence"):
-        assert config.draft_confidence_floor == 0.3
+def test_settings_that_were_never_set_are_read_without_a_line(caplog):
+    Eagle31GenerationConfig(draft_confidence_floor=None, draft_tree="dynamic")
+    assert not caplog.records
 
 
-def test_settings_that_were_never_set_are_read_without_a_warning(recwarn):
-    assert Eagle31GenerationConfig(draft_confidence_floor=None).draft_min_confidence is None
-    assert not [warning for warning in recwarn if warning.category is DeprecationWarning]
+def test_an_old_name_that_is_set_is_refused_with_the_new_one():
+    with pytest.raises(ConfigurationError, match=r"draft_confidence_floor went in 0\.2\.0: .*draft_min_confidence"):
+        Eagle31GenerationConfig().draft_confidence_floor = 0.3

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from eagle31_hf.cli import app, generate
 from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair, make_plan
+from eagle31_hf.drafting.shape import USUAL_TREE
 from eagle31_hf.memory.apply_plan import apply_plan
 from eagle31_hf.settings import Eagle31GenerationConfig
 from eagle31_hf.targets import loading
@@ -69,8 +70,7 @@ def test_a_plan_knows_the_tree_that_is_asked_for(asked):
         if planned is not None:
             apply_plan(planned, settings)
         drafting.apply_to(SimpleNamespace(generation_config=settings))
-        length = settings.draft_length(device_type="cuda", batch_size=1, sampled=True, compiled=True)
-        shapes.append(settings.draft_shape(length))
+        shapes.append(settings.draft_shape(device_type="cuda", rows=1, by_graphs=USUAL_TREE))
     alone, drafted = shapes
     assert drafted == alone
     assert drafted == plan.settings.shape if drafted.is_tree else drafted.nodes <= plan.settings.shape.nodes

@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from transformers import LogitsProcessorList
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.drafting.shape import DraftShape
+from eagle31_hf.drafting.plan import RoundState
+from eagle31_hf.drafting.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape
 from eagle31_hf.graphs import captured
-from eagle31_hf.loop.drafting import default_length
-from eagle31_hf.settings import COMPILED, LONGEST_CHAIN, USUAL_TREE
+from eagle31_hf.loop.drafting import draft_shape, drafting
+from eagle31_hf.sampling.logits_processing import ScoreProcessing
 from helpers import CONFIGS, configured, drafter_of, random_drafter, random_target
 
 
-def drafted(drafter: Eagle31Drafter, *, rows: int = 1, sampled: bool = True, compiled: bool = True) -> DraftShape:
-    length = default_length(drafter, batch_size=rows, sampled=sampled, compiled=compiled)
-    return drafter.generation_config.draft_shape(length)
+def drafted(drafter: Eagle31Drafter, *, rows: int = 1, sampled: bool = True, by_graphs: bool = True) -> DraftShape:
+    return draft_shape(drafter, rows=rows, sampled=sampled, by_graphs=by_graphs)
 
 
 @pytest.fixture
@@ -30,9 +31,9 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_graphs_draft_trees_for_a_sampled_text() -> None:
     drafter = drafter_of("llama")
     assert drafted(drafter) == USUAL_TREE
-    assert drafted(drafter, sampled=False) == DraftShape(COMPILED.depth)
-    assert USUAL_TREE.nodes == COMPILED.depth + 1, "or another verification would be compiled"
-    assert drafted(drafter, compiled=False).depth == LONGEST_CHAIN
+    assert drafted(drafter, sampled=False) == DraftShape(LONGEST_OF_GRAPHS)
+    assert USUAL_TREE.nodes == LONGEST_OF_GRAPHS + 1, "or another verification would be compiled"
+    assert drafted(drafter, by_graphs=False).depth == LONGEST_CHAIN
     assert not drafted(drafter, rows=2).is_tree
 
 
@@ -67,3 +68,13 @@ def test_layers_that_keep_states_verify_chains(on_a_card: None) -> None:
     drafter = random_drafter(random_target(CONFIGS["llama"]()), aux_layers=[1, 2, 4])
     drafter.binding.has_states = True
     assert not drafted(drafter).is_tree
+
+
+@pytest.mark.parametrize("schedule", ["pid", "constant"])
+def test_a_doubt_that_is_asked_for_ends_chains(schedule: str) -> None:
+    asked = {"num_assistant_tokens_schedule": schedule, "draft_min_confidence": 0.9}
+    with configured(drafter_of("llama"), acceleration="eager", **asked) as drafter:
+        processing = ScoreProcessing(LogitsProcessorList())
+        drafts = drafting(drafter, rows=1, sampled=False, processing=processing, new_tokens=64)
+    plan = drafts.planner.next_draft(RoundState(drafts.shape, [0], None, 64))
+    assert (drafts.shape.min_confidence, plan.shape.min_confidence) == (0.9, 0.9)

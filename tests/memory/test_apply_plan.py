@@ -19,7 +19,7 @@ from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.graphs import captured
 from eagle31_hf.graphs.draft_graphs import GraphChoice
 from eagle31_hf.graphs.round_graphs import RoundStep
-from eagle31_hf.loop.drafting import default_length
+from eagle31_hf.loop.drafting import draft_shape
 from eagle31_hf.loop.prefill import ChunkedPrefill
 from eagle31_hf.memory.apply_plan import (
     apply_plan,
@@ -78,17 +78,14 @@ def test_what_is_usual_is_drafted_under_a_plan_as_without_one(monkeypatch: pytes
     monkeypatch.setitem(captured.CAPTURES, "cpu", None)
     for planned_for in (None, plan):
         eagle.memory_plan = planned_for
-        drafted = [
-            settings.draft_shape(default_length(eagle, batch_size=1, sampled=sampled, compiled=True))
-            for sampled in (True, False)
-        ]
+        drafted = [draft_shape(eagle, rows=1, sampled=sampled, by_graphs=True) for sampled in (True, False)]
         assert [shape.is_tree for shape in drafted] == [True, False]
     for shape in drafted:
         assert shape.nodes <= plan.settings.shape.nodes == USUAL_TREE.nodes
         assert shape.depth <= plan.settings.draft_tokens
         assert shape.draft_block <= plan.settings.shape.draft_block
     eagle.memory_plan = replace(plan, settings=replace(plan.settings, draft_tokens=2))
-    assert default_length(eagle, batch_size=1, sampled=False, compiled=True).depth <= 2
+    assert draft_shape(eagle, rows=1, sampled=False, by_graphs=True).depth <= 2
 
 
 def test_the_context_is_what_the_target_is_configured_to_write(roomy: Card) -> None:

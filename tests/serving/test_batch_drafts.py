@@ -78,7 +78,7 @@ def test_drafts_that_are_right_go_on(pair) -> None:
 
 def batch_of(pair, **fields) -> BatchDrafts:
     with configured(pair.drafter, **fields):
-        return BatchDrafts(pair.drafter, None, batch_shape(pair.drafter), compiled=False)
+        return BatchDrafts(pair.drafter, None, batch_shape(pair.drafter), by_graphs=False)
 
 
 def drafted(drafts: BatchDrafts, rows: int, right: int, rounds: int, token_s: float = 0.0) -> list[int]:

@@ -19,7 +19,6 @@ from ..drafting.dynamic import TreeGrowth
 from ..drafting.shape import DraftShape
 from ..sampling.draw import argmax, perturbed
 from ..sampling.logits_processing import DraftWarping
-from ..settings import DraftLength
 from .draft_state import DraftState
 
 # Draft logits (B, Vd) and the target ids drafted so far, each (B,), to processed scores (B, Vd) or (B, V).
@@ -125,7 +124,7 @@ def _of_tokens(of_vocabulary: Tensor, support: Tensor | None, width: int) -> Ten
 
 
 def propose_chain(
-    session: DraftStepper, roots: Tensor, length: DraftLength, choice: DraftChoice = BARE_CHOICE
+    session: DraftStepper, roots: Tensor, length: DraftShape, choice: DraftChoice = BARE_CHOICE
 ) -> DraftTree:
     """Draft tokens one after the other, until the chain is long enough or too doubtful.
 

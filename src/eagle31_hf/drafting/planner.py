@@ -140,12 +140,13 @@ class Planner:
         return self._lengths[0] if self._is_trial and is_free else self._length()
 
     def _length(self) -> int:
-        if self.shape.is_tree or self._is_constant or self._doubts:
+        if self.shape.is_tree or self._is_constant:
             return self.shape.depth
         if self.schedule == "pid":
-            return max(
-                (each for each in self._lengths if each <= round(self._steering.length)), default=self._lengths[0]
-            )
+            longest = round(self._steering.length)
+            return max((each for each in self._lengths if each <= longest), default=self._lengths[0])
+        if self._doubts:
+            return self.shape.depth
         return max(self._lengths, key=lambda depth: self._tokens(depth) / self.costs.drafted(depth))
 
     def _shape(self, depth: int) -> DraftShape:
@@ -153,7 +154,8 @@ class Planner:
         shape = self.shape.cut_to(depth)
         if not self._doubts:
             return replace(shape, min_confidence=0.0) if shape.min_confidence else shape
-        return shape if self._is_constant else replace(shape, min_confidence=self._least_confidence())
+        learns = self.schedule == "planned"
+        return replace(shape, min_confidence=self._least_confidence()) if learns else shape
 
     @property
     def _doubts(self) -> bool:

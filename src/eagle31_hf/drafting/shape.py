@@ -94,6 +94,8 @@ USUAL_TREE = DraftShape(5, top_k=2, size=8)
 LONGEST_CHAIN, LONGEST_OF_GRAPHS = 12, 7
 """The longest chains where nobody asks: ended by doubt, where asking costs nothing, and by graphs, whose chain has the
 nodes of the tree."""
+LONGEST_STEERED = 12
+"""The longest that a controller steers to."""
 FIXED_DEPTH = 6
 """Of other drafts where nobody says how deep, trees of a width that was asked for among them."""
 

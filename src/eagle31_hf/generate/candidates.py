@@ -14,9 +14,8 @@ from ..drafter.draft_scores import draft_scores
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import DraftChoice, propose_chain
 from ..drafter.session import DraftSession, positions_read_at_once
-from ..loop.drafting import default_length
+from ..loop.drafting import draft_shape
 from ..sampling.logits_processing import ScoreProcessing
-from ..settings import DraftLength
 from ..stats import SpeculationStats
 from .call import asked_tokens
 
@@ -48,13 +47,8 @@ class Eagle31CandidateGenerator(CandidateGenerator):
     ):
         self.drafter, self.binding, self.generation_config = drafter, drafter.binding, generation_config
         self.processing, self.stats = ScoreProcessing(logits_processor), stats
-        self.length = default_length(
-            drafter,
-            batch_size=1,
-            sampled=bool(generation_config.do_sample),
-            asked=asked_tokens(generation_config),
-            compiled=False,
-        )
+        sampled, depth = bool(generation_config.do_sample), asked_tokens(generation_config)
+        self.shape = draft_shape(drafter, rows=1, sampled=sampled, depth=depth, by_graphs=False).as_chain()
         self._session: DraftSession | None = None
         self._drafted = 0
         self._forward_started = time.perf_counter()
@@ -98,8 +92,8 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         kept = accepted + 1
         if self._session is None:
             kept = input_ids.shape[1] - 1
-            capacity = self.generation_config.max_length + self.length.depth
-            block = positions_read_at_once(self.drafter, kept) + self.length.depth + 1
+            capacity = self.generation_config.max_length + self.shape.depth
+            block = positions_read_at_once(self.drafter, kept) + self.shape.depth + 1
             self._session = DraftSession(self.drafter, batch_size=1, capacity=capacity, block=block)
         self._session.absorb(input_ids[:, -kept:], aux[:, :kept], [kept])
         return self._session
@@ -110,12 +104,11 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         def prefix(_row: int, drafted: Tensor) -> Tensor:
             return torch.cat((input_ids[0], drafted))[None]
 
-        depth = min(self.length.depth, self.generation_config.max_length - input_ids.shape[1] - 1)
+        depth = min(self.shape.depth, self.generation_config.max_length - input_ids.shape[1] - 1)
         if depth < 1 or bool(session.root.logits.isnan().any()):
             return input_ids.new_empty(0)
         choice = DraftChoice(draft_scores(self.drafter, self.processing, prefix, [0], do_sample=False))
-        length = DraftLength(depth, self.length.min_confidence)
-        return self._up_to_end(propose_chain(session, input_ids[:, -1], length, choice).tokens[0, 1:])
+        return self._up_to_end(propose_chain(session, input_ids[:, -1], self.shape.cut_to(depth), choice).tokens[0, 1:])
 
     def _up_to_end(self, tokens: Tensor) -> Tensor:
         """Drafts after an end-of-sequence token are worthless, and the loop of 5.17 would keep them."""

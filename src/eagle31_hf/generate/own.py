@@ -11,7 +11,7 @@ from ..cache.stock import held_length
 from ..errors import UnsupportedGenerationError
 from ..loop.carried_cache import CacheResume, CarriedCache
 from ..loop.decoder import SpeculativeDecoder
-from ..loop.drafting import Drafting, by_graphs, drafting
+from ..loop.drafting import Drafting, draft_shape, drafting
 from ..loop.out_of_memory import RecoveringDecoder
 from ..loop.request import DecodingRequest
 from ..loop.text import Sequences
@@ -51,8 +51,8 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     carried = _carried_cache(call, padding, stats)
     if call.drafter.generation_config.acceleration == "compile":
         sampled, depth = bool(call.generation_config.do_sample), asked_tokens(call.generation_config)
-        asked = by_graphs(call.drafter, rows=call.batch_size, sampled=sampled, depth=depth)
-        stats.fall_back(warm_up_for(call, asked))
+        shape = draft_shape(call.drafter, rows=call.batch_size, sampled=sampled, depth=depth, by_graphs=True)
+        stats.fall_back(warm_up_for(call, shape))
         call.drafter.stats = stats  # warming up writes texts, too
     drafts = drafting_of(call, stats)
     request = _request(call, drafts, padding, carried, stats)

@@ -127,11 +127,11 @@ def _drafts_beyond_what_rotates_alike(call: Call) -> str | None:
     if binding.rotates_alike_up_to is None:
         return None
     is_eager = binding.head_device.type == "cpu" and settings.acceleration != "compile"
-    requested = drafting_of(call)
+    depth = drafting_of(call).shape.depth
     room = binding.rotates_alike_up_to - call.longest_text
-    if (is_eager and call.batch_size == 1) or requested.shape.depth <= room:
+    if (is_eager and call.batch_size == 1) or depth <= room:
         return None
-    return f"drafts of {requested.shape.depth} tokens may pass the {binding.rotates_alike_up_to} that are rotated alike"
+    return f"drafts of {depth} tokens may pass the {binding.rotates_alike_up_to} that are rotated alike"
 
 
 def _target_without_trees(call: Call) -> str | None:

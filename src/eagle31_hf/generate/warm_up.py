@@ -12,11 +12,12 @@ import torch
 
 from ..cache import graph_sizes
 from ..drafter.assistant import Assistant
+from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
 from ..graphs.captured import CAPTURES
 from ..graphs.graph_makers import GraphKey
 from ..loop.kept_folder import setting_of
-from ..loop.kept_graphs import RequestedDraft, compiling_ahead, refusal, why_unsuited
+from ..loop.kept_graphs import compiling_ahead, refusal, why_unsuited
 from ..loop.meet_graphs import meet_graphs
 from ..loop.pair import Pair, current_graphs, last_graphs
 from ..targets.served_processing import processing_of
@@ -100,11 +101,11 @@ MOST_COMPILED_SETTINGS = 4
 """Sampling settings (and greedy) that texts wait for; compiling takes as long as thousands of tokens."""
 
 
-def warm_up_for(call: Call, requested: RequestedDraft) -> str:
+def warm_up_for(call: Call, shape: DraftShape) -> str:
     """On a CPU, what `warm_up` does, before the first text that needs it.
 
     Args:
-        requested: by graphs.
+        shape: the largest draft by graphs.
 
     Returns:
         Why the text is eager all the same; empty if it is not.
@@ -114,13 +115,13 @@ def warm_up_for(call: Call, requested: RequestedDraft) -> str:
         return ""
     if binding.head_device.type in CAPTURES:
         return ""
-    if why := why_unsuited(drafter, requested, call.processing):
+    if why := why_unsuited(drafter, shape, call.processing):
         return f"steps are not compiled: {why}"
-    if requested.rows > 1:
+    if call.batch_size > 1:
         return "steps are not compiled: graphs for a CPU serve single rows"
-    sampling = requested.sampled, call.processing.draft_warping.key
+    sampling = bool(call.generation_config.do_sample), call.processing.draft_warping.key
     bucket = graph_sizes.slot_bucket(call.longest_text)
-    wanted = setting_of(drafter), requested.shape, sampling, bucket
+    wanted = setting_of(drafter), shape, sampling, bucket
     with _one_at_a_time:
         graphs = current_graphs(drafter)
         if wanted in graphs.warmed:

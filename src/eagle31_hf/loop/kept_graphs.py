@@ -16,7 +16,6 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -147,27 +146,20 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class RequestedDraft(NamedTuple):
-    """What a generation drafts where rounds are computed by graphs: the largest draft, for so many rows, drawn or
-    not."""
-
-    shape: DraftShape
-    rows: int
-    sampled: bool
-
-
 FEWEST_CAPTURED_TOKENS = 48
 """New tokens from which on the first text's steps are captured, which takes about as long as half a dozen rounds."""
 
 
 def graph_maker(
-    drafter: Assistant, requested: RequestedDraft, processing: ScoreProcessing, *, new_tokens: int
+    drafter: Assistant, shape: DraftShape, processing: ScoreProcessing, *, rows: int, sampled: bool, new_tokens: int
 ) -> GraphMaker | None:
     """Where a generation's graphs come from, by the drafter's `acceleration`; `None` if it is to be eager.
 
     Args:
-        requested: what is drafted where rounds are computed by graphs.
+        shape: the largest draft where rounds are computed by graphs.
         processing: the call's.
+        rows: of the batch.
+        sampled: whether tokens are drawn.
         new_tokens: that a row may get.
     """
     asked, binding = drafter.generation_config.acceleration, drafter.binding
@@ -176,7 +168,7 @@ def graph_maker(
     if ahead := Pair.of(drafter).ahead:
         return ahead
     captures = binding.head_device.type in CAPTURES
-    if why_unsuited(drafter, requested, processing) and not (captures and asked == "compile"):
+    if why_unsuited(drafter, shape, processing) and not (captures and asked == "compile"):
         return None
     if captures:
         graphs = captured_graphs(drafter)
@@ -184,18 +176,13 @@ def graph_maker(
         return graphs.maker if graphs is not None and pays else None
     packages = kept_packages(drafter)
     names = frozenset() if packages is None else packages.names()
-    wanted = prefix_of(_first_graph(drafter, requested, processing))
+    first = GraphKey("verify", rows, 1)  # what rounds by graphs cannot do without
+    if isinstance(drafter, Eagle31Drafter):
+        first = GraphKey("advance", rows, shape.nodes, sampling=(sampled, processing.draft_warping.key))
+    wanted = prefix_of(first)
     if packages is None or not any(name.startswith(wanted) for name in names):
         return None
     return LoadsKept(packages, names)
-
-
-def _first_graph(drafter: Assistant, requested: RequestedDraft, processing: ScoreProcessing) -> GraphKey:
-    """What rounds by graphs cannot do without."""
-    if not isinstance(drafter, Eagle31Drafter):
-        return GraphKey("verify", requested.rows, 1)
-    sampling = requested.sampled, processing.draft_warping.key
-    return GraphKey("advance", requested.rows, requested.shape.nodes, sampling=sampling)
 
 
 def captured_graphs(drafter: Assistant) -> Graphs | None:
@@ -220,7 +207,7 @@ def why_given_up(drafter: Assistant) -> str:
     return graphs.disabled_reason or (why and f"steps are not captured: {why}")
 
 
-def why_unsuited(drafter: Assistant, requested: RequestedDraft, processing: ScoreProcessing) -> str:
+def why_unsuited(drafter: Assistant, shape: DraftShape, processing: ScoreProcessing) -> str:
     """Why graphs do not serve a generation; empty where rounds always draft one shape.
 
     A processor that looks at prefixes is asked by eager code. Compiled graphs then do not pay; captured ones do, of
@@ -232,7 +219,7 @@ def why_unsuited(drafter: Assistant, requested: RequestedDraft, processing: Scor
         return why
     if not isinstance(drafter, Eagle31Drafter):  # verification alone
         return ""
-    if not RoundGraph.serves(requested.shape):
+    if not RoundGraph.serves(shape):
         return "graphs draft chains of one length and dynamic trees, and doubt may end these drafts earlier"
     if not (captures or processing.warps_drafts):
         return "a logits processor of this call asks for the tokens before each position, which graphs do not tell"

@@ -14,7 +14,7 @@ from ..drafting.plan import DraftPlan, RoundState, RoundStats
 from ..drafting.shape import DraftShape
 from ..sampling.logits_processing import ScoreProcessing
 from .decoder import SpeculativeDecoder
-from .drafting import by_graphs
+from .drafting import draft_shape
 from .pair import Pair
 from .request import DecodingRequest
 from .text import Sequences, StopRules
@@ -51,7 +51,7 @@ def meet_graphs(
         sampled: whether these draw.
         contexts: tokens before the rounds.
     """
-    shape = by_graphs(drafter, rows=1, sampled=sampled).shape
+    shape = draft_shape(drafter, rows=1, sampled=sampled, by_graphs=True)
     rest = DraftPlan.skip()
     looked_up = DraftPlan(DraftShape(shape.nodes - 1), tokens=((0,) * (shape.nodes - 1),)) if shape.depth else rest
     drafted = DraftPlan(shape) if isinstance(drafter, Eagle31Drafter) else looked_up

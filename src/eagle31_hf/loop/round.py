@@ -29,7 +29,6 @@ from ..graphs.graph_makers import GraphMaker
 from ..graphs.graphs import Graphs
 from ..graphs.round_graphs import AcceptedAhead, RoundGraph
 from ..graphs.verify import CompiledVerification, why_states_are_eager
-from ..settings import DraftLength
 from ..stats import PhaseClock
 from ..targets.binding import TargetOutput
 from ..targets.verify import Verification
@@ -282,7 +281,7 @@ def propose(session: DraftStepper, batch: RoundBatch, drafter: Eagle31Drafter) -
     choice = _draft_choice(batch, drafter, depth)
     if shape.is_tree:
         return grow_tree(session.root, session.step, session.draft_ids, roots, shape.cut_to(depth), choice)
-    return propose_chain(session, roots, DraftLength(depth, shape.min_confidence), choice)
+    return propose_chain(session, roots, shape.cut_to(depth), choice)
 
 
 def _draft_choice(batch: RoundBatch, drafter: Eagle31Drafter, depth: int) -> DraftChoice:

@@ -71,7 +71,7 @@ class Batch:
         maker = None if self.graphs is None else self.graphs.maker
         self._rows = Rows(self.binding, shape, self.stats)
         self.texts = self._rows.texts
-        self.drafts = BatchDrafts(drafter, self._rows, shape, compiled=maker is not None)
+        self.drafts = BatchDrafts(drafter, self._rows, shape, by_graphs=maker is not None)
         self.rounds = Round(drafter, self.caches, self._rows, self.clock, maker)
         self._reading = PairCaches.make(drafter, shape, batch_size=1, **sizes)
         self._reader = PromptReader(drafter, self._reading, self.caches, piece=prefill_chunk)
@@ -222,11 +222,11 @@ def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 class BatchDrafts:
     """How much a batch drafts, up to `shape`: one planner for all rows. What texts have shown it outlives them."""
 
-    def __init__(self, drafter: Assistant, texts: ReadTexts, shape: DraftShape, *, compiled: bool):
+    def __init__(self, drafter: Assistant, texts: ReadTexts, shape: DraftShape, *, by_graphs: bool):
         self.shape = shape
         self._texts = None if isinstance(drafter, Eagle31Drafter) else texts
         on_event = partial(logger.info, "eagle31: the batch's drafts: %s, %s")
-        self.planner = planner_of(drafter, shape, compiled=compiled, on_event=on_event)
+        self.planner = planner_of(drafter, shape, by_graphs=by_graphs, on_event=on_event)
 
     def next_draft(self, rows: int, *, remaining: int) -> DraftPlan:
         """What to draft for so many rows, of which one may get `remaining` tokens; the round cuts the draft to that."""

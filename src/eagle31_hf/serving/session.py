@@ -17,8 +17,9 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 from transformers.generation.streamers import BaseStreamer
 
 from ..drafter.assistant import Assistant
+from ..drafting.shape import LONGEST_STEERED
 from ..errors import ConfigurationError
-from ..settings import LONGEST_STEERED
+from ..loop.drafting import draft_shape
 from ..stats import SpeculationStats
 from ..targets.cache_argument import CACHE_ARGUMENT
 from ..targets.served_processing import sampling_options
@@ -232,8 +233,7 @@ class ChatSession:
         limit = binding.rotates_alike_up_to
         if settings.speculation_loop not in ("auto", "own") or binding.tree_unsupported_reason:
             return False
-        device = self.drafter.device.type
-        drafts = [settings.draft_length(device_type=device, batch_size=1, compiled=by) for by in (False, True)]
+        drafts = [draft_shape(self.drafter, rows=1, sampled=False, by_graphs=by) for by in (False, True)]
         return limit is None or longest + max(LONGEST_STEERED, *(draft.depth for draft in drafts)) <= limit
 
 
