@@ -12,7 +12,6 @@ from fake_rounds import ACCEPTED, buffers_of
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.graphs import captured, seen_process
 from eagle31_hf.sampling.draw import PositionNoise
-from eagle31_hf.serving import rows as batch_rows
 from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.rows import Row, choose_as_generate
 from eagle31_hf.serving.text import Request, Sampling
@@ -43,7 +42,6 @@ def serve(
     drafter.generation_config.num_assistant_tokens_schedule = "constant"
     with (
         mock.patch.dict(captured.CAPTURES, {"cuda": counting.capture}),
-        mock.patch.object(batch_rows, "fresh_generator", return_value=None),  # a card's are not there
         mock.patch.object(seen_process, "open_modes", list),  # those that count: graphs would not run another's
         drafter.binding.masked_attention(),
         torch.no_grad(),

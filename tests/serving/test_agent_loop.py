@@ -68,7 +68,7 @@ STEPS = [
     lambda known: {
         "tools": [tool("pay", booking=known["booking"], share=None)],
         "tool_choice": "none",
-        "extra_body": {"guided_choice": [f"Your receipt is {known['receipt']}."]},
+        "extra_body": {"structured_outputs": {"choice": [f"Your receipt is {known['receipt']}."]}},
     },
 ]
 

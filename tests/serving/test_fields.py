@@ -19,10 +19,9 @@ READ = {
     "messages": [{"role": "user", "content": "Hm?"}], "n": 2, "stop": ["x"], "seed": 3, "max_tokens": 7,
     "max_completion_tokens": 8, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "presence_penalty": 1,
     "typical_p": 0.4, "frequency_penalty": 1, "repetition_penalty": 1.5, "logit_bias": {"5": 0.5}, "logprobs": True,
-    "ignore_eos": True, "min_tokens": 4, "stop_token_ids": [9], "bad_words": ["rain"], "allowed_token_ids": [5, 6],
+    "ignore_eos": True, "min_tokens": 4, "stop_token_ids": [9],
     "include_stop_str_in_output": True, "skip_special_tokens": False, "structured_outputs": {"regex": "a+"},
-    "guided_json": {"type": "object"}, "guided_regex": "b+", "guided_choice": ["yes", "no"],
-    "guided_grammar": 'start: "a" | "b"', "tools": [TOOL],
+    "tools": [TOOL],
     "response_format": {"type": "json_object"}, "chat_template_kwargs": {"shouts": True}, "reasoning_effort": "low",
 }  # fmt: skip
 OF_THE_CALL = {"model", "stream", "stream_options", "tool_choice", "top_logprobs", "parallel_tool_calls"}
@@ -43,7 +42,7 @@ def test_all_that_is_read_is_tried():
 
 @pytest.mark.parametrize("name", list(READ))
 def test_a_field_that_is_read_reaches_the_text(texts_of, name):
-    if name.startswith(("guided", "structured", "response")):
+    if name.startswith(("structured", "response")):
         pytest.importorskip("llguidance")
     assert texts_of(**{name: READ[name]}) != texts_of()
 
@@ -73,9 +72,9 @@ WRONG = {
     "messages": "hi", "n": 1.5, "stop": [5], "seed": "one", "max_tokens": [], "max_completion_tokens": "many",
     "temperature": "hot", "top_p": {}, "top_k": 2.5, "min_p": "none", "presence_penalty": [], "typical_p": 7,
     "frequency_penalty": "x", "repetition_penalty": "x", "logit_bias": {"x": 1}, "logprobs": "maybe",
-    "ignore_eos": "no", "min_tokens": 1.5, "stop_token_ids": ["x"], "bad_words": [5], "allowed_token_ids": 5,
-    "include_stop_str_in_output": 3, "skip_special_tokens": "x", "structured_outputs": [1], "guided_json": 5,
-    "guided_regex": 5, "guided_choice": "yes", "guided_grammar": 5, "tools": [{"type": "function"}],
+    "ignore_eos": "no", "min_tokens": 1.5, "stop_token_ids": ["x"],
+    "include_stop_str_in_output": 3, "skip_special_tokens": "x", "structured_outputs": [1],
+    "tools": [{"type": "function"}],
     "response_format": "json", "chat_template_kwargs": [], "reasoning_effort": 5, "model": 5, "stream": "yes",
     "stream_options": 5, "tool_choice": "perhaps", "top_logprobs": "x", "parallel_tool_calls": "x",
 }  # fmt: skip
@@ -152,7 +151,7 @@ def test_what_asks_for_nothing_is_let_through(served):
     assert httpx2.post(f"{served.url}/v1/chat/completions", json=body).status_code == 200
 
 
-@pytest.mark.parametrize("name", [*REFUSED, "guided_structural_tag"])
+@pytest.mark.parametrize("name", [*REFUSED, "guided_json", "guided_structural_tag"])
 def test_what_would_change_the_text_is_refused_by_name(served, name):
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, name: "asks for something"}
     told = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
@@ -165,13 +164,15 @@ def test_what_would_change_the_text_is_refused_by_name(served, name):
     [
         ({"min_tokens": 9, "max_tokens": 5}, "min_tokens is 9, and 5"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids: a token id is 1000000"),
-        ({"guided_json": {"type": "object"}, "guided_regex": "a"}, "guided_json and guided_regex"),
-        ({"guided_json": "{"}, "guided_json is no JSON"),
-        ({"guided_regex": "("}, "guided_regex: this regular expression cannot be followed"),
-        ({"guided_grammar": "start: missing"}, "guided_grammar: this grammar cannot be followed"),
-        ({"guided_grammar": 'root ::= "a"'}, "in GBNF went in 0.2.0: write the grammar in Lark's notation"),
+        ({"guided_json": {"type": "object"}}, "guided_json went in 0.2.0: pass structured_outputs with json"),
+        ({"bad_words": ["rain"]}, "bad_words went in 0.2.0: forbid tokens by a logit_bias"),
+        ({"structured_outputs": {"json": {"type": "object"}, "regex": "a"}}, "json and structured_outputs.regex"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json is no JSON"),
+        ({"structured_outputs": {"regex": "("}}, "regex: this regular expression cannot be followed"),
+        ({"structured_outputs": {"grammar": "start: missing"}}, "grammar: this grammar cannot be followed"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "GBNF went in 0.2.0: write the grammar in Lark's"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
-        ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "leave one of them out"),
+        ({"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "leave one of them out"),
     ],
 )
 def test_what_is_asked_wrongly_is_named(client, settings, says):
@@ -296,27 +297,15 @@ def test_stop_tokens_end_a_text_without_being_told(client, pair):
     assert kept.message.content == pair.tokenizer.decode(ids[: first + 1])
 
 
-def test_words_and_tokens_that_are_not_wanted_are_not_written(client, pair):
-    word = next(word for word in pair.answer(QUESTION).split()[1:] if word.isalpha())
-    told = chat(client, extra_body={"bad_words": [word]}).choices[0].message.content
-    assert word not in told.split()
-    ids = pair.tokenizer("a b c", add_special_tokens=False)["input_ids"]
-    only = client.completions.create(
-        model=MODEL, prompt="A shop", temperature=0, max_tokens=6, extra_body={"allowed_token_ids": ids}, logprobs=0
-    )
-    assert set(only.choices[0].logprobs.tokens) <= {pair.tokenizer.decode([token]) for token in ids}
-
-
 @pytest.mark.parametrize(
     ("field", "fits"),
     [
-        ({"guided_json": {"type": "object", "properties": {"x": {"enum": [1]}}, "required": ["x"],
-          "additionalProperties": False}},
+        ({"structured_outputs": {"json": {"type": "object", "properties": {"x": {"enum": [1]}}, "required": ["x"],
+          "additionalProperties": False}}},
          lambda text: json.loads(text)["x"] == 1),
-        ({"guided_json": '{"enum": ["one"]}'}, lambda text: json.loads(text) == "one"),
-        ({"guided_regex": "[ab]{3}"}, lambda text: len(text) == 3 and set(text) <= {"a", "b"}),
-        ({"guided_choice": ["sunny", "ra\"in\n"]}, lambda text: text in ("sunny", "ra\"in\n")),
-        ({"guided_grammar": 'start: "ab" | "cd"'}, lambda text: text in ("ab", "cd")),
+        ({"structured_outputs": {"json": '{"enum": ["one"]}'}}, lambda text: json.loads(text) == "one"),
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, lambda text: len(text) == 3 and set(text) <= {"a", "b"}),
+        ({"structured_outputs": {"choice": ["sunny", "ra\"in\n"]}}, lambda text: text in ("sunny", "ra\"in\n")),
         ({"structured_outputs": {"grammar": 'start: "ab" | "cd"'}}, lambda text: text in ("ab", "cd")),
         ({"response_format": {"type": "json_object", "schema": {"enum": [{"a": 1}]}}},
          lambda text: json.loads(text) == {"a": 1}),
@@ -333,9 +322,15 @@ def test_texts_follow_what_other_servers_call_structured(client, field, fits):
 def test_one_of_many_texts_can_be_chosen_and_a_grammar_that_is_too_large_is_an_error(client):
     pytest.importorskip("llguidance")
     texts = [f"w{number}" * 20 for number in range(5000)]
-    assert chat(client, extra_body={"guided_choice": texts}, max_tokens=200).choices[0].message.content in texts
+    assert (
+        chat(client, extra_body={"structured_outputs": {"choice": texts}}, max_tokens=200).choices[0].message.content
+        in texts
+    )
     too_large = "start: " + " | ".join(json.dumps(text) for text in texts)
-    assert "too large to be followed" in error_of(client, 500, extra_body={"guided_grammar": too_large})["message"]
+    assert (
+        "too large to be followed"
+        in error_of(client, 500, extra_body={"structured_outputs": {"grammar": too_large}})["message"]
+    )
 
 
 def test_offsets_of_a_streamed_completion_go_on(client):
@@ -353,7 +348,7 @@ def test_one_call_where_one_was_asked_for(client, served, monkeypatch):
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", TOOL_TEMPLATE)
     monkeypatch.setattr(served.engine, "form", form_of(served.engine.tokenizer))
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    settings = {"tools": [TOOL], "extra_body": {"guided_choice": [call * 2]}}
+    settings = {"tools": [TOOL], "extra_body": {"structured_outputs": {"choice": [call * 2]}}}
     assert len(chat(client, **settings).choices[0].message.tool_calls) == 2
     assert len(chat(client, **settings, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
     streamed = chat(client, **settings, parallel_tool_calls=False, stream=True)

@@ -124,7 +124,7 @@ def test_parameters_may_refer_to_their_own_definitions(with_tools):
 def test_a_mark_that_is_only_mentioned_takes_no_call_along(with_tools, before):
     pytest.importorskip("llguidance")
     text = before + '<tool_call>\n{"name": "get_weather", "arguments": {"day": "Sunday"}}\n</tool_call>'
-    told = chat(with_tools, tools=[WEATHER], extra_body={"guided_choice": [text]}).choices[0].message
+    told = chat(with_tools, tools=[WEATHER], extra_body={"structured_outputs": {"choice": [text]}}).choices[0].message
     assert [call.function.name for call in told.tool_calls] == ["get_weather"]
     assert told.content.strip() == before.strip()
 

@@ -41,8 +41,6 @@ PROMPT_LENGTH = 5
 RAISING: dict[str, dict[str, Any]] = {
     "a bias, greedy": {"sampling": Sampling(0.0, logit_bias={BEYOND: 1.0})},
     "a bias, drawn": {"sampling": Sampling(1.0, seed=1, logit_bias={BEYOND: 1.0})},
-    "allowed tokens": {"sampling": Sampling(1.0, seed=1), "allowed_tokens": (5, BEYOND)},
-    "words not wanted": {"sampling": Sampling(0.0), "bad_words": ((BEYOND,),)},
     "a grammar at once": {"sampling": Sampling(0.0), "grammar": RaisesAt(0)},
     "a grammar later": {"sampling": Sampling(1.0, seed=1), "grammar": RaisesAt(PROMPT_LENGTH + 7)},
     "a grammar that drafts are shown": {"sampling": Sampling(0.0), "grammar": Forks(PROMPT_LENGTH + 7)},

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigurationError
 from .answers import ends_in_thought
@@ -83,7 +81,7 @@ class Translator:
             most = min(default_tokens or self._engine.default_new_tokens or room, room)
         if (body.min_tokens or 0) > most:
             raise ApiError(f"min_tokens is {body.min_tokens}, and {most} are written at most", param="min_tokens")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "logit_bias"):
             self._check_ids(getattr(body, name), name)
         request = Request(
             prompt=tuple(prompt),
@@ -94,8 +92,6 @@ class Translator:
             ignore_eos=body.ignore_eos,
             min_new_tokens=body.min_tokens,
             skip_special_tokens=body.skip_special_tokens,
-            bad_words=tuple(spellings(self._tokenizer, body.bad_words)),
-            allowed_tokens=tuple(body.allowed_token_ids),
             top_logprobs=body.alternatives,
             grammar=grammar,
         )
@@ -132,11 +128,3 @@ def _sampling(body: Body, choice: int) -> Sampling:
         frequency_penalty=body.frequency_penalty,
         logit_bias=body.logit_bias,
     )
-
-
-def spellings(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> Iterator[tuple[int, ...]]:
-    """Token ids of words as they may be written: at a text's beginning, and after a space."""
-    for word in words:
-        texts = word.lstrip(), f" {word.lstrip()}"
-        bare, spaced = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
-        yield from {ids for ids in (bare, spaced) if ids}

@@ -12,9 +12,11 @@ from functools import cached_property, partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic_core import from_json
 
+from ..errors import removal
 from .api_errors import ApiError, from_validation
-from .text import Message, half_character
+from .text import Message
 
 MAX_CHOICES, MAX_STOPS, MAX_TOP_LOGPROBS = 16, 16, 20
 MAX_TOKEN_LIST = 4096
@@ -167,7 +169,7 @@ class ResponseFormat(_Part):
 
 
 class Structured(BaseModel):
-    """`structured_outputs`, and the `guided_` fields of older clients."""
+    """`structured_outputs`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -185,25 +187,26 @@ class Structured(BaseModel):
             return fields
         return {name: value for name, value in fields.items() if value not in (None, False, "", [])}
 
-    def constraints(self, named: str) -> list[Constraint]:
-        """What it holds; `named` is how a kind's field is called, as in `guided_{kind}`."""
-        values = {"json": self._schema(named), "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+    @property
+    def constraints(self) -> list[Constraint]:
+        values = {"json": self._schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
         found = [
-            Constraint(kind, value, named.format(kind=kind))
+            Constraint(kind, value, f"structured_outputs.{kind}")
             for kind, value in values.items()
             if value or value == {}  # a schema that says nothing asks for any JSON
         ]
         if self.json_object:
-            found.append(Constraint("json", {"type": "object"}, named.format(kind="json_object")))
+            found.append(Constraint("json", {"type": "object"}, "structured_outputs.json_object"))
         return found
 
-    def _schema(self, named: str) -> Schema | None:
+    @property
+    def _schema(self) -> Schema | None:
         if not isinstance(self.json_, str):
             return self.json_
         try:
             schema = json.loads(self.json_ or "null")
         except ValueError as error:
-            field = named.format(kind="json")
+            field = "structured_outputs.json"
             raise ApiError(f"{field} is no JSON: {error}", param=field) from error
         return schema
 
@@ -227,6 +230,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "documents": ("put documents into a message",), "chat_template": ("start the server with --chat-template",),
     "prompt_embeds": ("pass a text or token ids",),
     **dict.fromkeys(("structural_tag", "json_schema", "regex", "ebnf", "grammar", "grammar_triggers"), (_GRAMMAR,)),
+    **dict.fromkeys(("bad_words", "allowed_token_ids"), ("",)),
     "grammar_lazy": (_GRAMMAR, False),
     **dict.fromkeys(("logits_processors", "custom_logit_processor"), ("no code of clients is run",)),
     "stop_regex": ("pass stop or stop_token_ids",), "no_stop_trim": ("pass include_stop_str_in_output", False),
@@ -250,8 +254,8 @@ def refuse_unserved(fields: Mapping[str, Any]) -> None:
         guides = name.startswith("guided_") and name not in CHANGES_NO_TEXT
         advice, *neutral = REFUSED.get(name, (_GRAMMAR,) if guides else ("", value))
         if value not in ("", [], {}) and value not in neutral:
-            message = f"{name} would change the text and is not served; {advice or 'leave it out'}"
-            raise ApiError(message, param=name, code="unsupported_parameter")
+            served_not = f"{name} would change the text and is not served; {advice or 'leave it out'}"
+            raise ApiError(removal(name) or served_not, param=name, code="unsupported_parameter")
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
@@ -283,16 +287,10 @@ class Body(BaseModel):
     ignore_eos: StrictBool = False
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_TOKEN_LIST)
-    allowed_token_ids: list[TokenId] = Field(default_factory=list)
-    bad_words: list[Text] = Field(default_factory=list, max_length=MAX_TOKEN_LIST)
     include_stop_str_in_output: StrictBool = False
     skip_special_tokens: StrictBool = True
 
     structured_outputs: Structured = Field(default_factory=lambda: Structured.model_validate({}))
-    guided_json: Schema | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[Text] | None = None
-    guided_grammar: str | None = None
 
     @property
     def ignored(self) -> list[str]:
@@ -317,9 +315,7 @@ class Body(BaseModel):
         raise NotImplementedError
 
     def _constraints(self) -> list[Constraint]:
-        kinds = ("json", "regex", "choice", "grammar")
-        guided = Structured.model_validate({kind: getattr(self, f"guided_{kind}") for kind in kinds})
-        return guided.constraints("guided_{kind}") + self.structured_outputs.constraints("structured_outputs.{kind}")
+        return self.structured_outputs.constraints
 
     @cached_property
     def constraint(self) -> Constraint | None:
@@ -447,23 +443,12 @@ class CompletionBody(Body):
 def parse_json(body: bytes) -> dict[str, Any]:
     """The object a body holds."""
     try:
-        told = json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as error:  # half a surrogate pair, too, which no tokenizer takes
         raise ApiError(f"the body is no JSON: {error}", code="invalid_json") from error
-    if not isinstance(told, dict):
-        raise ApiError(f"the body is a JSON {type(told).__name__}; wanted an object", code="invalid_json")
-    for name, value in told.items():
-        if half := half_character({name: value}):
-            raise ApiError(
-                f"{name!a} holds half a surrogate pair ({half!a}); wanted whole characters: cut texts between them",
-                param=name.encode(errors="replace").decode(),
-                code="invalid_value",
-            )
-    return told
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    if not isinstance(fields, dict):
+        raise ApiError(f"the body is a JSON {type(fields).__name__}; wanted an object", code="invalid_json")
+    return fields
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

@@ -102,7 +102,7 @@ class GrammarCompiler:
         except Exception as error:  # whatever a client's text leads a parser to
             problem = str(error) or type(error).__name__
         if problem and kind == "grammar" and "::=" in value:
-            problem = removal("guided_grammar in GBNF")
+            problem = removal("structured_outputs.grammar in GBNF")
         if problem:
             what = {"json": "JSON schema", "regex": "regular expression"}.get(kind, "grammar")
             raise ConfigurationError(f"this {what} cannot be followed: {' '.join(problem.split())}")

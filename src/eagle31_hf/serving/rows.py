@@ -3,7 +3,7 @@
 A text with a seed is chosen by noise of its own, by position, taken from a generator of its seed as plain `generate`
 takes it: a seed writes the same text alone and in a crowd, with any drafts and none, and the one that `generate` writes
 after `torch.manual_seed` of it, wherever the target's scores are the same (in half precision they are up to rounding).
-Texts without a seed share one generator, and one call for all the noise that is missing.
+A text without a seed gets one that differs from text to text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ..loop.choosing import ChoiceRule, RoundBatch
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
-from ..sampling.noise_size import KEPT_BEHIND
 from ..sampling.seen_tokens import SeenTokens
 from ..stats import SpeculationStats
 from ..targets.binding import TargetBinding
@@ -34,7 +33,7 @@ from .text import Request, Sampling, TokenLogprob, Usage, Writer
 logger = logging.getLogger(__name__)
 
 NO_TOKEN = (
-    "no token can be chosen: the model's scores are no numbers, or logit_bias, allowed_token_ids, min_tokens and "
+    "no token can be chosen: the model's scores are no numbers, or logit_bias, min_tokens and "
     "grammar together forbid every token, or the grammar is too large to be followed"
 )
 
@@ -74,7 +73,7 @@ class FailsAlone(ScoreProcessing):
 
 
 class TokenChooser:
-    """How one text chooses its tokens: the likeliest, or drawn by noise of its `seed`, or by any (`SharedNoise`).
+    """How one text chooses its tokens: the likeliest, or drawn by noise of its `seed`; `None`: of any.
 
     Attributes:
         kind: equal for texts that choose alike; `None` where each prefix has to be looked at.
@@ -93,11 +92,19 @@ class TokenChooser:
     def noise(self, position: int, count: int, scores: ScoreShape) -> Tensor:
         """`(count, V)` by the seed, from `position` on, which is new tokens before it."""
         if self._noise is None:
-            generator = torch.Generator(scores.device)
-            assert self.seed is not None, "texts without one share theirs"
-            generator.manual_seed(self.seed)
+            generator = new_generator(scores.device, self.seed)
             self._noise = PositionNoise(1, scores.vocabulary, scores.device, generator)
         return self._noise.window([0], [position], count)[0]
+
+
+def new_generator(device: torch.device, seed: int | None) -> torch.Generator:
+    """One of this seed; without one its numbers are others each time."""
+    generator = torch.Generator(device)
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator
 
 
 def choose_as_generate(
@@ -117,8 +124,6 @@ def choose_as_generate(
     config.max_length = request.longest
     if request.min_new_tokens is not None:
         config.min_new_tokens = request.min_new_tokens
-    if request.bad_words:
-        config.bad_words_ids = [*(config.bad_words_ids or ()), *map(list, request.bad_words)]
     processors = model._get_logits_processor(
         config,
         input_ids_seq_length=len(request.prompt),
@@ -167,8 +172,6 @@ def _own_processors(request: Request, eos_ids: frozenset[int]) -> list[stock.Log
         found.append(TokenBias(sampling.logit_bias))
     if request.grammar is not None:
         found.append(GrammarProcessor(request.grammar, len(request.prompt), eos_ids))
-    if request.allowed_tokens:
-        found.append(OnlyTokens(request.allowed_tokens))
     return found
 
 
@@ -199,57 +202,6 @@ class TokenBias(_Stateless):
         changed = scores.clone()
         changed[:, self.ids] += torch.tensor(self.amounts, dtype=scores.dtype, device=scores.device)
         return changed
-
-
-class OnlyTokens(_Stateless):
-    """Forbids all tokens but these."""
-
-    def __init__(self, ids: Sequence[int]):
-        self.ids = list(ids)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        kept = torch.full_like(scores, float("-inf"))
-        kept[:, self.ids] = scores[:, self.ids]
-        return kept
-
-
-# --- noise of texts without a seed ------------------------------------------------------------------------------------
-
-
-def fresh_generator(device: torch.device) -> torch.Generator:
-    """One that gives other numbers in every process."""
-    generator = torch.Generator(device)
-    generator.seed()
-    return generator
-
-
-class SharedNoise:
-    """Exponential noise `(V,)` by text and position. While it is held a position's stays the same, so a draft and the
-    target's choice see the same."""
-
-    def __init__(self, vocabulary: int, device: torch.device):
-        self.vocabulary, self.device = vocabulary, device
-        self._generator = fresh_generator(device)
-        self._held: dict[Hashable, dict[int, Tensor]] = {}
-
-    def window(self, texts: Sequence[Hashable], starts: Sequence[int], count: int) -> Tensor:
-        """Noise `(R, count, V)` of these texts, each behind so many new tokens; of others none is held any longer."""
-        self._held = {
-            text: {at: noise for at, noise in self._held.get(text, {}).items() if at >= start - KEPT_BEHIND}
-            for text, start in zip(texts, starts, strict=True)
-        }
-        wanted = [
-            (self._held[text], start + n) for text, start in zip(texts, starts, strict=True) for n in range(count)
-        ]
-        missing = [(held, at) for held, at in wanted if at not in held]
-        new = torch.empty(len(missing), self.vocabulary, device=self.device)
-        if missing:
-            new.exponential_(generator=self._generator)
-        for (held, at), noise in zip(missing, new.unbind(), strict=True):
-            held[at] = noise
-        if not wanted:
-            return new.view(0, count, self.vocabulary)
-        return torch.stack([held[at] for held, at in wanted]).view(len(texts), count, self.vocabulary)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -298,7 +250,6 @@ class Rows:
         self.device = binding.input_device
         self._seen: tuple[list[Row], SeenTokens] | None = None  # of these texts
         self._scores = ScoreShape(binding.text_config.vocab_size, binding.head_device)
-        self._noise = SharedNoise(*self._scores)
 
     @property
     def sequences(self) -> Rows:
@@ -340,17 +291,12 @@ class Rows:
         choosers = [text.chooser for text in self.texts]
         if not any(chooser.draws for chooser in choosers):
             return None
-        starts = batch.written
-        unseeded = [place for place, chooser in enumerate(choosers) if chooser.draws and chooser.seed is None]
-        shared = self._noise.window([self.texts[p] for p in unseeded], [starts[p] for p in unseeded], count)
-        if len(unseeded) == len(self.texts):
-            return shared
-        noise = dict(zip(unseeded, shared, strict=True))
         greedy = torch.ones((), device=self._scores.device).expand(count, self._scores.vocabulary)
-        for place, chooser in enumerate(choosers):
-            if place not in noise:
-                noise[place] = chooser.noise(starts[place], count, self._scores) if chooser.draws else greedy
-        return noise[0][None] if len(noise) == 1 else torch.stack([noise[place] for place in range(len(noise))])
+        noise = [
+            chooser.noise(start, count, self._scores) if chooser.draws else greedy
+            for chooser, start in zip(choosers, batch.written, strict=True)
+        ]
+        return noise[0][None] if len(noise) == 1 else torch.stack(noise)
 
     def seen_before(self, batch: RoundBatch) -> Tensor | None:
         if not any(text.chooser.needs_seen for text in self.texts):

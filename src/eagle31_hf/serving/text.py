@@ -60,8 +60,6 @@ class Request:
         stop_token_ids: tokens that end the text, beside the target's own.
         min_new_tokens: written before anything ends the text; `None`: as the target's generation config has it.
         marks: special tokens that are shown even if others are skipped: the answer is taken apart by them.
-        bad_words: token sequences that are not written.
-        allowed_tokens: if any, no others are written.
         top_logprobs: alternatives to tell of each token, 0 for its own log-probability only; `None`: nothing.
         prompt_logprobs: the same of the prompt's tokens.
         grammar: what may be written (`grammar.Grammar`).
@@ -77,8 +75,6 @@ class Request:
     min_new_tokens: int | None = None
     skip_special_tokens: bool = True
     marks: frozenset[int] = frozenset()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    allowed_tokens: tuple[int, ...] = ()
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Any = None
