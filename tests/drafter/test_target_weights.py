@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import Checkpoint, read_checkpoint
 from eagle31_hf.demo import drafter_path, target_path
-from eagle31_hf.drafter.target_weights import copy_from_target
+from eagle31_hf.drafter.drafter import copy_from_target
 
 
 @pytest.fixture(scope="module")

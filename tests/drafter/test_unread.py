@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from eagle31_hf.cache.graph_sizes import NODE_BUCKET
-from eagle31_hf.drafter.session import MOST_UNREAD, MOST_UNREAD_OF_SEVERAL, DraftSession
-from eagle31_hf.drafter.unread import UnreadPositions
+from eagle31_hf.drafter.session import MOST_UNREAD, MOST_UNREAD_OF_SEVERAL, DraftSession, UnreadPositions
 from eagle31_hf.graphs.captured import CAPTURES, CapturesSteps
 from eagle31_hf.graphs.draft_session import MOST_PIECES, CompiledDrafting
 from eagle31_hf.graphs.graphs import Graphs

@@ -23,7 +23,7 @@ from ..checkpoints.card import sglang_command, vllm_command
 from ..checkpoints.hub import target_class
 from ..checkpoints.layouts import parts_to_copy, written_layout
 from ..config import MtpConfig
-from ..drafter.target_weights import copy_from_target
+from ..drafter.drafter import copy_from_target
 from ..errors import CheckpointNotFoundError, ConfigurationError
 from .options import TracebackOption, make_console, readable_errors
 

@@ -25,8 +25,7 @@ from ..checkpoints.mtp import PACKED_MODULES
 from ..config import MtpConfig
 from ..targets.cache_argument import CACHE_ARGUMENT
 from ..targets.grouped_attention import GROUPED
-from .attention import AttendingCache
-from .modeling_eagle31 import DrafterOutput, Eagle31Network, off_meta
+from .modeling_eagle31 import AttendingCache, DrafterOutput, Eagle31Network, off_meta
 from .packed_linear import KeepsBufferDtypes
 
 

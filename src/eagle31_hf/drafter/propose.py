@@ -19,7 +19,7 @@ from ..drafting.dynamic import TreeGrowth
 from ..drafting.shape import DraftShape
 from ..sampling.draw import argmax, perturbed
 from ..sampling.logits_processing import DraftWarping
-from .draft_state import DraftState
+from .session import DraftState
 
 # Draft logits (B, Vd) and the target ids drafted so far, each (B,), to processed scores (B, Vd) or (B, V).
 DraftScores = Callable[[Tensor, Sequence[Tensor]], Tensor]

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..drafter.draft_state import DraftState
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import BARE_CHOICE, DraftChoice, grow_tree
+from ..drafter.session import DraftState
 from ..drafting.draft_tree import DraftTree, to_target_ids
 from ..drafting.shape import DraftShape
 from ..sampling.draw import argmax, choose, likeliest

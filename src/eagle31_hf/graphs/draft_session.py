@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ..cache.graph_sizes import NODE_BUCKET, step_width
-from ..drafter.draft_state import DraftState
 from ..drafter.propose import DraftChoice, grow_tree
-from ..drafter.session import DraftSession
+from ..drafter.session import DraftSession, DraftState
 from ..drafting.draft_tree import DraftTree, to_target_ids
 from ..drafting.host_numbers import on_device
 from ..drafting.shape import DraftShape

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..drafter.draft_state import DraftState
 from ..drafter.drafter import Eagle31Drafter
+from ..drafter.session import DraftState
 from ..drafting.draft_tree import DraftTree
 from ..drafting.shape import DraftShape
 from ..sampling.acceptance import Acceptance, accept_chosen, for_host, match_prefix

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ..cache.row_pool import RowPool, resume_row
 from ..drafter.assistant import Assistant
-from ..drafter.draft_state import DraftState
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.session import DraftSession
+from ..drafter.session import DraftSession, DraftState
 from ..drafting.draft_tree import DraftTree
 from ..drafting.plan import DraftPlan, ReadTexts, RoundState, RoundStats
 from ..drafting.shape import DraftShape
