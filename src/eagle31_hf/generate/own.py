@@ -15,7 +15,6 @@ from ..loop.drafting import Drafting, draft_shape, drafting
 from ..loop.out_of_memory import RecoveringDecoder
 from ..loop.request import DecodingRequest
 from ..loop.text import Sequences
-from ..sampling.asked_once import AskedOnce
 from ..sampling.callers_code import CallersCode, NotFollowedError
 from ..sampling.draw import NOT_PLAIN
 from ..stats import SpeculationStats
@@ -67,7 +66,7 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
             if asked_ahead(request):
                 stats.fall_back(NOT_PLAIN)
             raise LeftToPlain(str(noticed), begun_again(call, request, decoder.shown)) from noticed
-        if request.asked.code is not None and request.asked.code.has_drawn:
+        if request.code is not None and request.code.has_drawn:
             stats.fall_back(NOT_PLAIN)
         cache = None if carried is None else recovering.keep_for_next_turn(carried, ids)
     if call.streamer is not None:
@@ -107,7 +106,7 @@ def _request(
         start=start,
         end=None if carried is None else carried.end,
         stats=stats,
-        asked=AskedOnce(code),
+        code=code,
     )
 
 

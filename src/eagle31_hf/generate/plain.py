@@ -16,8 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.utils import GenerationMixin
 
 from ..loop.request import DecodingRequest
-from ..sampling.callers_code import set_states
-from ..sampling.logits_processing import view_of_row
+from ..sampling.callers_code import Processed, set_states
 from ..stats import SpeculationStats
 from .call import Call, with_stats
 
@@ -81,17 +80,13 @@ def begun_again(call: Call, request: DecodingRequest, shown: int) -> Call:
         request: of our loop, as it was left.
         shown: tokens that the streamer has been shown.
     """
-    assert request.asked.code is not None, "it has noticed something"
-    set_states(request.asked.code.begin)
-    processing, callers = call.processing, call.rules.of_the_caller
-    processors = [
-        _Remembering(processor, place, request) if processing.moves(place) else processor
-        for place, processor in enumerate(processing.processors)
-    ]
+    assert request.code is not None, "it has noticed something"
+    set_states(request.code.begin)
+    callers = call.rules.of_the_caller
     criteria = [rule for rule in call.stopping_criteria if not any(rule is each for each in callers)]
     return replace(
         call,
-        logits_processor=LogitsProcessorList([*processors, _Written(request)]),
+        logits_processor=LogitsProcessorList([_WrittenAgain(call.logits_processor, request)]),
         stopping_criteria=StoppingCriteriaList([*criteria, *([_Continued(callers, request)] if callers else [])]),
         streamer=None if call.streamer is None else _Behind(call.streamer, shown),
     )
@@ -99,8 +94,8 @@ def begun_again(call: Call, request: DecodingRequest, shown: int) -> Call:
 
 def asked_ahead(request: DecodingRequest) -> bool:
     """Whether processors that keep state were shown tokens that may not come, since a criterion has drawn before."""
-    known, drew = _known_length(request), request.sequences.drew
-    return drew is not None and any(length > known for _, length, _ in request.asked.scores)
+    known, code, drew = _known_length(request), request.code, request.sequences.drew
+    return code is not None and drew is not None and any(length > known for _, length in code.processed)
 
 
 def _known_length(request: DecodingRequest) -> int:
@@ -109,47 +104,42 @@ def _known_length(request: DecodingRequest) -> int:
     return sequences.prompts.shape[1] if sequences.batch_size > 1 else sequences.length(0)
 
 
-class _Remembering(LogitsProcessor):
-    """A processor that keeps state: not asked what it has been asked."""
+class _WrittenAgain(LogitsProcessor):
+    """All processors, none of which is asked what it was asked by our loop: tokens that were written are written again,
+    by their scores if those are wanted."""
 
-    def __init__(self, processor: Any, place: int, request: DecodingRequest):
-        self.processor, self.place, self.asked = processor, place, request.asked
-        self.known = _known_length(request)
+    def __init__(self, processors: LogitsProcessorList, request: DecodingRequest):
+        self.processors, self.request, self.known = processors, request, _known_length(request)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:  # type: ignore[override]
-        length = input_ids.shape[1]
-        if length < self.known:
-            return scores  # `_Written` comes behind
-        keys = [(row, length, self.place) for row in range(len(input_ids))]
-        if not any(key in self.asked.scores for key in keys):
-            return self.processor(input_ids, scores)
-        return torch.cat([self._of_row(key, input_ids[key[0]], scores[key[0]]) for key in keys])
+        if input_ids.shape[1] < self.known:
+            return self._written(input_ids.shape[1], scores)
+        if not any(self._known_of(row, ids) for row, ids in enumerate(input_ids)):
+            return self.processors(input_ids, scores)  # type: ignore[arg-type]
+        rows = range(len(input_ids))
+        return torch.cat([self._of_row(row, input_ids[row], scores[row : row + 1]) for row in rows])
 
-    def _of_row(self, key: tuple[int, int, int], ids: Tensor, scores: Tensor) -> Any:
-        row, length, _ = key
-        tokens = self.asked.tokens
-        behind = [tokens.get((row, written)) for written in range(self.known, length)]
-        if key not in self.asked.scores or ids[self.known :].tolist() != behind:
-            return view_of_row(self.processor, row)(ids[None], scores[None])
-        if self.asked.drew is not None and self.asked.drew[0] == key and self.asked.drew[1] is not None:
-            set_states(self.asked.drew[1])
-        return self.asked.scores[key].clone()
+    def _of_row(self, row: int, ids: Tensor, scores: Tensor) -> Tensor:
+        known, processing = self._known_of(row, ids), self.request.processing
+        if known is None:
+            return processing.of_row(row, ids[None], scores)
+        if known.after is not None:
+            set_states(known.after)
+        return processing.of_row(row, ids[None], known.scores, first=known.place)
 
+    def _known_of(self, row: int, ids: Tensor) -> Processed | None:
+        """What our loop has heard of this prefix; nothing where the text went on otherwise behind what was written."""
+        assert self.request.code is not None, "see begun_again"
+        known = self.request.code.processed.get((row, len(ids)))
+        return known if known is not None and torch.equal(known.ids[0], ids) else None
 
-class _Written(LogitsProcessor):
-    """The last processor: tokens that were written are written again, by their scores if those are wanted."""
-
-    def __init__(self, request: DecodingRequest):
-        self.sequences, self.known = request.sequences, _known_length(request)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        if input_ids.shape[1] >= self.known:
-            return scores
-        place, kept = input_ids.shape[1] - self.sequences.prompts.shape[1], self.sequences.scores[0]
+    def _written(self, length: int, scores: Tensor) -> Tensor:
+        sequences = self.request.sequences
+        place, kept = length - sequences.prompts.shape[1], sequences.scores[0]
         if place < len(kept):
             return kept[place][None].clone()
         certain = torch.full_like(scores, float("-inf"))
-        certain[:, self.sequences.new[0][place]] = 0.0
+        certain[:, sequences.new[0][place]] = 0.0
         return certain
 
 

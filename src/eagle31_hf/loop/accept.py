@@ -137,16 +137,15 @@ class Acceptor:
         batch, tokens, places = self.batch, self.tree.tokens, list(paths)
         nodes, depths = [path[-1] for path in paths.values()], [len(path) - 1 for path in paths.values()]
         prefixes = [batch.sequences.prefix(batch.rows[b], tokens[b, path[1:]]) for b, path in paths.items()]
-        lengths, rows = [prefix.shape[1] for prefix in prefixes], [rule.rows[b] for b in places]
-        if rule.asked is not None and not any(depths):
-            for row, length in zip(rows, lengths, strict=True):
-                rule.asked.forget_before(row, length)
+        rows = [rule.rows[b] for b in places]
+        if rule.code is not None and not any(depths):
+            for row, prefix in zip(rows, prefixes, strict=True):
+                rule.code.forget_before(row, prefix.shape[1])
         logits = self.logits[places, nodes]
-        scores = rule.processing.row_scores(lambda i: prefixes[i], logits, rows, rule.asked)  # (R, V)
+        scores = rule.processing.row_scores(lambda i: prefixes[i], logits, rows, rule.code)  # (R, V)
         self._scores |= zip(zip(places, nodes, strict=True), scores, strict=True)
         noise = None if self.noise is None else self.noise[places, depths]
-        chosen = rule.keep(places, lengths, rule.choose(scores, noise).tolist())
-        return dict(zip(places, chosen, strict=True))
+        return dict(zip(places, rule.choose(scores, noise).tolist(), strict=True))
 
 
 def _joined(rules: Sequence[ChoiceRule], chosen: Sequence[Tensor]) -> Tensor:

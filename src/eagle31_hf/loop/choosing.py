@@ -17,7 +17,7 @@ from torch import Tensor
 from ..drafting.host_numbers import on_device
 from ..drafting.plan import DraftPlan, ReadTexts
 from ..drafting.shape import DraftShape
-from ..sampling.asked_once import AskedOnce
+from ..sampling.callers_code import CallersCode
 from ..sampling.draw import argmax, choose, likeliest
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
@@ -133,7 +133,7 @@ class ChoiceRule:
         processing: the target's logits processors.
         draws: tokens are drawn by noise; else the likeliest one is taken.
         rows: by place in the round, which row each is to the processors.
-        asked: what processors that keep state have said of prefixes, where a round may be repeated.
+        code: asks processors that keep state, where a round may be repeated.
         ends: `(place, nodes, token)`: whether the text ends with this token after so many accepted nodes; `None`:
             it is cut when it is written.
         fails_alone: what goes wrong with such a row ends no other: where its scores are no numbers it gets the token
@@ -144,7 +144,7 @@ class ChoiceRule:
     processing: ScoreProcessing
     draws: bool
     rows: Sequence[int]
-    asked: AskedOnce | None = None
+    code: CallersCode | None = None
     ends: Callable[[int, int, int], bool] | None = None
     fails_alone: bool = False
     _indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -165,13 +165,6 @@ class ChoiceRule:
             assert noise is not None, "some row draws"
             return choose(scores, noise)
         return likeliest(scores) if self.fails_alone else argmax(scores)
-
-    def keep(self, places: Sequence[int], lengths: Sequence[int], tokens: list[int]) -> list[int]:
-        """`tokens` chosen after prefixes of these lengths; those chosen before where a streamer may have shown them."""
-        if self.asked is None or not self.processing.in_order:
-            return tokens
-        rows = [self.rows[b] for b in places]
-        return [self.asked.choose(*each) for each in zip(rows, lengths, tokens, strict=True)]
 
 
 def warp_drafts(rules: Sequence[ChoiceRule], scores: Tensor) -> Tensor:

@@ -206,15 +206,12 @@ class SpeculativeDecoder:
     def choose_first(self, logits: Tensor, batch: RoundBatch) -> list[int]:
         """First token of each row from `(B, V)`."""
         request, rows = self.request, self.rows
-        scores = request.processing.row_scores(lambda b: self.sequences.prefix(rows[b]), logits, rows, request.asked)
+        scores = request.processing.row_scores(lambda b: self.sequences.prefix(rows[b]), logits, rows, request.code)
         request.begin(scores.shape[-1])
         noise = request.noise_for(batch, 1)
-        choice = scores.argmax(-1) if noise is None else choose(scores, noise[:, 0])
-        (rule,) = batch.rules
-        lengths = [self.sequences.length(row) for row in rows]
-        chosen = rule.keep(range(len(rows)), lengths, choice.tolist())
+        chosen = scores.argmax(-1) if noise is None else choose(scores, noise[:, 0])
         self._collect({b: [(scores[b], logits[b])] for b in batch.live})
-        return chosen
+        return chosen.tolist()
 
     # --- one round -----------------------------------------------------------------------------------------------
 

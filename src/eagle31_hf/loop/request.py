@@ -12,7 +12,7 @@ from ..drafting.plan import DraftPolicy
 from ..drafting.planner import Planner
 from ..drafting.shape import DraftShape
 from ..graphs.graph_makers import GraphMaker
-from ..sampling.asked_once import AskedOnce
+from ..sampling.callers_code import CallersCode
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
 from ..sampling.seen_tokens import SeenTokens
@@ -40,7 +40,7 @@ class DecodingRequest:
         start: what the caches hold already.
         end: takes the caches of rows that have ended; `None` if nobody wants them.
         graph_maker: where graphs come from that are not there yet; `None`: rounds are computed by eager code.
-        asked: what was said of prefixes, in case that a round is repeated.
+        code: asks processors and criteria of the caller's; `None`: there are none.
         noise: what tokens are sampled by, from the first one on; `None`: the text is greedy.
         seen: which tokens the texts have, if that is all that processors ask beside scores; `None`: they do not.
     """
@@ -59,7 +59,7 @@ class DecodingRequest:
     end: CacheExport | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     graph_maker: GraphMaker | None = None
-    asked: AskedOnce = field(default_factory=AskedOnce)
+    code: CallersCode | None = None
     noise: PositionNoise | None = None
     seen: SeenTokens | None = None
 
@@ -78,8 +78,8 @@ class DecodingRequest:
         if self.do_sample and self.noise is None:
             device = self.sequences.prompts.device
             self.noise = PositionNoise(self.sequences.batch_size, vocabulary, device)
-        if self.asked.code is not None:
-            self.asked.code.noise = self.noise
+        if self.code is not None:
+            self.code.noise = self.noise
 
     @property
     def wants_scores(self) -> bool:
@@ -93,9 +93,8 @@ class DecodingRequest:
 
         # Processors asked in order are done when the text is: a grammar has nothing to say about what comes behind.
         until = ends if self.processing.in_order else None
-        return [
-            ChoiceRule(range(len(batch.rows)), self.processing, self.do_sample, batch.rows, self.asked, until)
-        ]  # fmt: skip
+        places = range(len(batch.rows))
+        return [ChoiceRule(places, self.processing, self.do_sample, batch.rows, self.code, until)]
 
     def noise_for(self, batch: RoundBatch, count: int) -> Tensor | None:
         """Noise `(B, count, V)` of each row's next tokens; `None` for a greedy text."""

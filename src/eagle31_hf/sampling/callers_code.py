@@ -3,6 +3,9 @@
 Plain decoding asks them between the draws of its tokens; our loop takes noise ahead. One that draws from torch's own
 generators as well, or that returns other scores than it was given, is noticed when it does so for the first time, in
 the state that plain decoding would be in: what it answered is kept, and the text is begun again by plain decoding.
+
+What processors that keep state have made of a prefix is kept until the text has grown past it, so that none is shown a
+prefix twice where a round is repeated (memory ran out in it) or left.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +36,16 @@ class Answer(Generic[T]):
     after: States | None
 
 
+class Processed(NamedTuple):
+    """What processors have made of the scores behind a prefix `ids (1, t)`: `scores (1, V)`, of which those before
+    `place` have been asked; the generators' states `after` it, if the last one of them drew."""
+
+    ids: Tensor
+    place: int
+    scores: Any
+    after: States | None
+
+
 class CallersCode:
     """The caller's code of one text or batch.
 
@@ -44,6 +57,7 @@ class CallersCode:
     Attributes:
         noise: what tokens are sampled by, once there is any.
         begin: the generators' states before the text.
+        processed: by row and tokens of the prefix.
         has_drawn: numbers were drawn that could not be followed any more.
     """
 
@@ -51,6 +65,7 @@ class CallersCode:
         self._rows, self._prompt_length = rows, prompt_length
         self._devices = tuple({torch.device("cpu"), device})
         self.noise: PositionNoise | None = None
+        self.processed: dict[tuple[int, int], Processed] = {}
         self.begin = self._states()
         self.has_drawn = False
 
@@ -66,6 +81,25 @@ class CallersCode:
             return Answer(value, None)
         self.has_drawn = True
         return Answer(value, after if can_follow else None)
+
+    def process(self, row: int, place: int, name: str, ids: Tensor, scores: Tensor, ask: Callable[[], Any]) -> Any:
+        """What the processor called `name`, at this place among a row's, makes of `scores`.
+
+        Raises:
+            NotFollowedError: it does what only plain decoding can follow; its answer is kept.
+        """
+        kept = torch.empty_like(scores)  # first: once it has been asked, nothing may fail
+        answer = self.ask(ids.shape[1], ask)
+        why = why_not_followed(name, kept, answer)
+        made = answer.value if why else kept.copy_(answer.value)  # it may be written on, by others or by what gave it
+        self.processed[row, ids.shape[1]] = Processed(ids, place + 1, made, answer.after)
+        if why:
+            raise NotFollowedError(why)
+        return answer.value
+
+    def forget_before(self, row: int, length: int) -> None:
+        """Let go what was made of a row's prefixes of fewer tokens."""
+        self.processed = {key: made for key, made in self.processed.items() if key[0] != row or key[1] >= length}
 
     def _states(self) -> States:
         return {device: random_state(device) for device in self._devices}

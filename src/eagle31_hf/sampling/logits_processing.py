@@ -24,7 +24,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ..errors import blame_caller
-from .asked_once import AskedOnce
+from .callers_code import CallersCode
 from .processor_forks import can_fork, fork_all
 from .seen_tokens import penalize
 
@@ -156,10 +156,6 @@ class ScoreProcessing:
         """Processors that must be shown the prefixes of the text alone, each once and in order."""
         return [p for p in self.processors if isinstance(p, (*STATEFUL, *CALLS_THE_USERS_CODE)) or not _is_stock(p)]
 
-    def moves(self, place: int) -> bool:
-        """Whether the processor at this place is one of those."""
-        return any(self.processors[place] is each for each in self._moving)
-
     @property
     def in_order(self) -> list[str]:
         """Class names of processors that must be shown the prefixes of the text alone, each once and in order."""
@@ -189,7 +185,7 @@ class ScoreProcessing:
         logits: Tensor,
         prefix: Callable[[int, int], Tensor],
         rows: Sequence[int],
-        asked: AskedOnce | None = None,
+        code: CallersCode | None = None,
     ) -> Tensor:
         """Processed scores of every node.
 
@@ -197,7 +193,7 @@ class ScoreProcessing:
             logits: `(B, N, V)` raw, any float dtype.
             prefix: `prefix(b, node)` gives the token ids `(1, t)` of node `node` of row `b`, that node included.
             rows: the row of the whole batch each of the `B` rows is.
-            asked: what processors that are `in_order` have said before of prefixes of these lengths; kept up to date.
+            code: asks processors that are `in_order`, and knows what they have said before.
 
         Returns:
             Tensor: `(B, N, V)` float32.
@@ -211,12 +207,8 @@ class ScoreProcessing:
             return flat.view(batch, nodes, width)
         result = torch.empty_like(scores)
         for b, row in enumerate(rows):
-            views = self._row_views(row)
             for node in range(nodes):
-                ids, raw = prefix(b, node), scores[b, node : node + 1].clone()
-                result[b, node] = (
-                    self._run(views, ids, raw) if asked is None else self._run_once(row, views, ids, raw, asked)
-                )[0]
+                result[b, node] = self.of_row(row, prefix(b, node), scores[b, node : node + 1].clone(), code)[0]
         return result
 
     @cached_property
@@ -233,22 +225,25 @@ class ScoreProcessing:
         return [ignored or 0] * batch_size
 
     def row_scores(
-        self, prefix: Callable[[int], Tensor], scores: Tensor, rows: Sequence[int], asked: AskedOnce | None = None
+        self, prefix: Callable[[int], Tensor], scores: Tensor, rows: Sequence[int], code: CallersCode | None = None
     ) -> Tensor:
         """Processed scores `(B, V)` of one token per row; `prefix(b)` gives the token ids `(1, t)` before it."""
-        return self.node_scores(scores[:, None], lambda b, _node: prefix(b), rows, asked)[:, 0]
+        return self.node_scores(scores[:, None], lambda b, _node: prefix(b), rows, code)[:, 0]
 
-    def _row_views(self, row: int) -> list[Any]:
-        return [view_of_row(processor, row) for processor in self.processors]
+    def of_row(self, row: int, ids: Tensor, scores: Tensor, code: CallersCode | None = None, first: int = 0) -> Tensor:
+        """What processors from the `first` on make of scores `(1, V)` behind a row's prefix `ids (1, t)`.
 
-    def _run_once(self, row: int, views: Sequence[Any], input_ids: Tensor, scores: Tensor, asked: AskedOnce) -> Tensor:
-        """`_run`, and those that are `in_order` are asked nothing they have answered before."""
-        for place, view in enumerate(views):
-            ask = partial(self._run, [view], input_ids)
-            name = type(self.processors[place]).__name__
-            scores = (
-                asked.answer((row, input_ids.shape[1], place), ask, scores, name) if self.moves(place) else ask(scores)
-            )
+        Args:
+            code: as of `node_scores`.
+        """
+        if code is not None and (made := code.processed.get((row, ids.shape[1]))) is not None:
+            first, scores = made.place, made.scores.clone()
+        for place, processor in enumerate(self.processors[first:], first):
+            ask = partial(self._run, [view_of_row(processor, row)], ids, scores)
+            if code is not None and any(processor is each for each in self._moving):
+                scores = code.process(row, place, type(processor).__name__, ids, scores, ask)
+            else:
+                scores = ask()
         return scores
 
     @staticmethod

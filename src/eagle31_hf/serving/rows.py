@@ -21,7 +21,7 @@ from transformers.generation import logits_process as stock
 from ..drafting.host_numbers import on_device
 from ..drafting.shape import DraftShape
 from ..loop.choosing import ChoiceRule, RoundBatch
-from ..sampling.asked_once import AskedOnce
+from ..sampling.callers_code import CallersCode
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
 from ..sampling.seen_tokens import SeenTokens
@@ -58,7 +58,7 @@ class FailsAlone(ScoreProcessing):
     failure = ""
 
     def row_scores(
-        self, prefix: Callable[[int], Tensor], scores: Tensor, rows: Sequence[int], asked: AskedOnce | None = None
+        self, prefix: Callable[[int], Tensor], scores: Tensor, rows: Sequence[int], code: CallersCode | None = None
     ) -> Tensor:
         """Each row by itself, scores that are no numbers where a processor raises."""
         return torch.cat([self._scores_of(prefix(b), scores[b : b + 1]) for b in range(len(rows))])
