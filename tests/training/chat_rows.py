@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data import render_turns
+from eagle31_hf.training.settings import TrainingSettings
 
 CHAT = [
     {"role": "user", "content": "Two apples cost 4 dollars. What do five cost?"},
@@ -22,3 +24,9 @@ def chat(**fields) -> Conversation:
 def render(tokenizer: Any, conversation: Conversation) -> tuple[list[int], list[bool]]:
     """Token ids and loss mask of a whole conversation."""
     return render_turns(tokenizer, conversation)[0]
+
+
+def writing(**fields: Any) -> TrainingSettings:
+    """Settings by which the target writes a few tokens, greedily."""
+    defaults = {"regenerate": "each", "temperature": (0.0,), "max_new_tokens": 6, "write_rows": 4, "max_length": 1024}
+    return TrainingSettings("target", ("rows.jsonl",), Path("out"), **(defaults | fields))

@@ -11,7 +11,6 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.sampling.draw import choose
-from eagle31_hf.training import measure
 from eagle31_hf.training.measure import (
     EvaluationPrompt,
     TextRounds,
@@ -135,7 +134,8 @@ def test_texts_end_where_the_target_ends_them(drafter: Eagle31Drafter, prompts: 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(binding.model.generation_config, "eos_token_id", [2, third])
         shorter = write_texts(binding, prompts[:1], 0.0, max_new_tokens=NEW_TOKENS)
-        patched.setattr(measure, "until_end", lambda answer, ends: answer[:1])
+        first = int(texts.texts[0].text.ids[texts.texts[0].text.prompt_length])
+        patched.setattr(binding.model.generation_config, "eos_token_id", [2, first])
         with pytest.raises(ConfigurationError, match="ends its text at once"):
             write_texts(binding, prompts[:1], 0.0, max_new_tokens=NEW_TOKENS)
     assert int(shorter.texts[0].text.ids[-1]) == third

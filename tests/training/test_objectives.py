@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_rows import writing
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
@@ -31,7 +32,7 @@ from eagle31_hf.training.objectives import (
     written_starts,
 )
 from eagle31_hf.training.unroll import compute_features, cross_entropy
-from eagle31_hf.training.writing import RegenerationSettings, own_temperature, regenerate
+from eagle31_hf.training.writing import own_temperature, regenerate
 from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded, target_of
 
 STEPS, TOP_K = 3, 7
@@ -74,7 +75,7 @@ def test_rows_say_which_tokens_the_target_wrote_and_how_warmly() -> None:
 def test_answers_keep_the_temperature_they_were_written_at(tmp_path: Any) -> None:
     target, tokenizer = target_of("demo-target"), demo_tokenizer()
     chats = [Conversation(str(i), "a", ({"role": "user", "content": f"Hello {i}"},)) for i in range(6)]
-    how = RegenerationSettings(turns="last", temperatures=(0.0, 0.8), max_new_tokens=4)
+    how = writing(temperature=(0.0, 0.8))
     written = regenerate(chats, target, tokenizer, tmp_path / "answers.jsonl", how)
     assert {row.answer_temperature for row in written} == {0.0, 0.8}
     for row, found in zip(written, render_documents(written, tokenizer, max_length=64).documents, strict=True):

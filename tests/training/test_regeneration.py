@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from chat_rows import CHAT, chat
+from chat_rows import CHAT, chat, writing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.preparation import resolve
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.writing import RegenerationSettings, _batches, _temperature, regenerate, with_keys
+from eagle31_hf.training.writing import batches, regenerate, temperature_of, with_keys
 
 
 def conversations(count: int) -> list[Conversation]:
@@ -24,7 +24,7 @@ def conversations(count: int) -> list[Conversation]:
 
 
 def test_the_target_writes_every_turn_after_its_own_turns(tmp_path: Path, target, tokenizer) -> None:
-    how = RegenerationSettings(turns="each", temperatures=(0.0,), max_new_tokens=12, batch_size=3)
+    how = writing(max_new_tokens=12, write_rows=3)
     written = regenerate(conversations(4), target, tokenizer, tmp_path / "c.jsonl", how)
     assert [c.id for c in written] == ["row-0", "row-1", "row-2", "row-3"]
     for row in written:
@@ -38,30 +38,32 @@ def test_the_target_writes_every_turn_after_its_own_turns(tmp_path: Path, target
 
 
 def test_writing_goes_on_after_a_kill(tmp_path: Path, target, tokenizer) -> None:
-    how = RegenerationSettings(turns="last", temperatures=(0.0,), max_new_tokens=6, batch_size=2)
+    how = writing(regenerate="last", write_rows=2)
     file = tmp_path / "c.jsonl"
     whole = regenerate(conversations(5), target, tokenizer, file, how)
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * 0.7)])  # in the middle of a line
     kept = file.read_bytes().count(b"\n")
-    progress: list[int] = []
-    again = regenerate(conversations(5), target, tokenizer, file, how, on_rows=progress.append)
+    calls: list[tuple[int, float]] = []
+    again = regenerate(conversations(5), target, tokenizer, file, how, on_progress=lambda *call: calls.append(call))
     assert again == whole
-    assert progress[0] == kept > 0
+    assert calls[0] == (kept, 0.0)
+    assert sum(ended for ended, _ in calls) == 5
+    assert any(0 < underway < 1 for _, underway in calls), "the bar moves with tokens"
     with pytest.raises(TrainingError, match="max_new_tokens: 6, now 7"):
         regenerate(conversations(5), target, tokenizer, file, replace(how, max_new_tokens=7))
 
 
 def test_rows_are_known_by_what_they_ask(tmp_path: Path, target, tokenizer) -> None:
     """A file may be edited between a stop and `--resume`: ids by line then name other rows."""
-    how = RegenerationSettings(turns="last", temperatures=(0.0,), max_new_tokens=6)
+    how = writing(regenerate="last")
     file = tmp_path / "c.jsonl"
     rows = [replace(chat(), id=f"f-{i}", messages=({"role": "user", "content": f"I need {i} beds."},)) for i in (1, 2)]
     first = regenerate(rows, target, tokenizer, file, how)
     new = replace(rows[0], messages=({"role": "user", "content": "A taxi, please."},))
     moved = [new, *(replace(row, id=f"f-{i}") for i, row in enumerate(rows, 2))]  # one line put in front
     counts: list[int] = []
-    again = regenerate(moved, target, tokenizer, file, how, on_rows=counts.append)
+    again = regenerate(moved, target, tokenizer, file, how, on_progress=lambda ended, _: counts.append(ended))
     assert counts[0] == 2, "both rows are kept"
     assert [row.id for row in again] == ["f-1", "f-2", "f-3"]
     assert again[0].messages[0]["content"] == "A taxi, please."
@@ -78,23 +80,23 @@ def test_every_conversation_is_written_once_beside_its_like(lengths: list, size:
         Conversation(str(i), "c", ({"role": "user", "content": "x" * a}, {"role": "assistant", "content": "x" * b}))
         for i, (a, b) in enumerate(lengths)
     ]
-    batches = _batches(rows, RegenerationSettings(turns=turns, batch_size=size))
-    assert sorted(row.id for batch in batches for row in batch) == sorted(row.id for row in rows)
-    assert all(len(batch) == size for batch in batches[:-1])
-    work = [[len(row.messages[1]["content"]).bit_length() for row in batch] for batch in batches]
+    found = batches(rows, writing(regenerate=turns, write_rows=size))
+    assert sorted(row.id for batch in found for row in batch) == sorted(row.id for row in rows)
+    assert all(len(batch) == size for batch in found[:-1])
+    work = [[len(row.messages[1]["content"]).bit_length() for row in batch] for batch in found]
     assert [length for batch in work for length in batch] == sorted((n for batch in work for n in batch), reverse=True)
 
 
 def test_several_temperatures_share_the_conversations(tmp_path: Path, target, tokenizer) -> None:
     rows = with_keys(conversations(12))
-    how = RegenerationSettings(turns="last", temperatures=(0.0, 5.0, 0.0), max_new_tokens=8, batch_size=4)
-    batches = _batches(rows, how)
-    assert sorted(row.id for batch in batches for row in batch) == sorted(row.id for row in rows), "each once"
-    assert all(len({_temperature(row, how) for row in batch}) == 1 for batch in batches)
+    how = writing(regenerate="last", temperature=(0.0, 5.0, 0.0), max_new_tokens=8)
+    found = batches(rows, how)
+    assert sorted(row.id for batch in found for row in batch) == sorted(row.id for row in rows), "each once"
+    assert all(len({temperature_of(row, how) for row in batch}) == 1 for batch in found)
     written = regenerate(rows, target, tokenizer, tmp_path / "mixed.jsonl", how)
-    greedy = regenerate(rows, target, tokenizer, tmp_path / "greedy.jsonl", replace(how, temperatures=(0.0,)))
+    greedy = regenerate(rows, target, tokenizer, tmp_path / "greedy.jsonl", replace(how, temperature=(0.0,)))
     same = [one.answer_ids == other.answer_ids for one, other in zip(written, greedy, strict=True)]
-    assert same == [_temperature(row, how) == 0 for row in rows]
+    assert same == [temperature_of(row, how) == 0 for row in rows]
     assert {True, False} == set(same), "both kinds are there"
 
 
@@ -117,7 +119,7 @@ def test_a_file_is_no_folder_for_a_run(tmp_path: Path) -> None:
 
 
 def test_contexts_that_are_too_long_are_left_out(tmp_path: Path, target, tokenizer) -> None:
-    how = RegenerationSettings(temperatures=(0.0,), max_new_tokens=4, max_prompt_tokens=3)
+    how = writing(max_length=11)
     assert regenerate(conversations(2), target, tokenizer, tmp_path / "c.jsonl", how) == []
     told = TrainingSettings(target="t", prompts=("x.jsonl",), out=tmp_path, regenerate="some")
     with pytest.raises(ConfigurationError, match="regenerate is 'some'"):

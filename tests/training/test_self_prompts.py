@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,19 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
+from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.preparation import Preparation, resolve
 from eagle31_hf.training.self_prompts import (
     FEWEST_AT_A_TIME,
     FIRST_WORDS,
-    MOST_SEEN,
-    PromptFilter,
-    SelfPromptSettings,
-    _PromptWriter,
-    grams,
-    repetition,
+    is_new,
     self_prompt_count,
     user_turn,
-    words_of,
     write_prompts,
 )
 from eagle31_hf.training.settings import TrainingSettings
@@ -43,38 +37,20 @@ def target():
     return AutoModelForCausalLM.from_pretrained(target_path(), dtype="float32").eval().requires_grad_(False)
 
 
-# --- the filter -------------------------------------------------------------------------------------------------------
+# --- what is kept -----------------------------------------------------------------------------------------------------
 
 WORDS = st.sampled_from(["how", "do", "the", "apples", "fall", "write", "a", "poem", "on", "rain", "7"])
 TEXTS = st.lists(st.lists(WORDS, max_size=30).map(" ".join), max_size=30)
 
 
 @given(texts=TEXTS)
-def test_what_is_kept_is_distinct_long_enough_and_does_not_repeat_itself(texts: list[str]) -> None:
-    prompt_filter = PromptFilter()
-    kept = [text for text in texts if prompt_filter.admits(text)]
-    assert len(kept) + prompt_filter.left_out.total() == len(texts), "each is kept or counted"
-    for number, text in enumerate(kept):
-        assert len(words_of(text)) >= 3
-        assert repetition(words_of(text)) <= 0.3
-        before = set().union(*(grams(other) for other in kept[:number])) if number else set()
-        assert len(grams(text) & before) < MOST_SEEN * len(grams(text))
-    assert not any(prompt_filter.admits(text) for text in kept), "nothing is kept twice"
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("Hello there", "too short"),
-        ("", "too short"),
-        ("to be to be to be to be to be", "repeating themselves"),
-    ],
-)  # fmt: skip
-def test_what_is_left_out_is_counted_by_reason(text: str, reason: str) -> None:
-    prompt_filter = PromptFilter()
-    assert not prompt_filter.admits(text)
-    assert prompt_filter.left_out == {reason: 1}
-    assert prompt_filter.summary() == f"1 {reason}"
+def test_what_is_kept_is_new(texts: list[str]) -> None:
+    seen: set[tuple[str, ...]] = set()
+    kept = [text for text in texts if is_new(text, seen)]
+    assert all(text.split() for text in kept)
+    assert len({tuple(text.split()) for text in kept}) == len(kept)
+    assert not any(is_new(text, seen) for text in kept), "nothing is kept twice"
+    assert not is_new(" ".join(["to be"] * 20), seen), "nor what repeats itself"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +61,6 @@ def test_what_is_left_out_is_counted_by_reason(text: str, reason: str) -> None:
         "def int_array_add(a, b):\n    return a + b",
         "Напишите рассказ о море и о ветре",
         "Schreiben Sie bitte einen Aufsatz zur Geschichte der Stadt Köln und ihrer Brücken",
-        "¿Cuáles son los mejores lugares para visitar en España durante el verano con niños",
         "请写一首关于秋天的诗",
         "夏休みの思い出について書いてください",
         "เขียนเรื่องสั้นเกี่ยวกับทะเล",
@@ -94,20 +69,22 @@ def test_what_is_left_out_is_counted_by_reason(text: str, reason: str) -> None:
     ],
 )
 def test_prompts_of_any_language_and_code_are_kept(text: str) -> None:
-    prompt_filter = PromptFilter()
-    assert prompt_filter.admits(text), prompt_filter.summary()
-    assert not prompt_filter.admits(text)
+    seen: set[tuple[str, ...]] = set()
+    assert is_new(text, seen)
+    assert not is_new(text, seen)
 
 
-def test_a_prompt_like_one_before_is_left_out() -> None:
-    for first, second in (
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
         ("How do I bake a loaf of bread at home on a stone?", "How do I bake a loaf of bread at home on a tray?"),
         ("请写一首关于秋天的落叶和思念的诗歌", "请写一首关于秋天的落叶和思念的短诗"),
-    ):  # fmt: skip
-        prompt_filter = PromptFilter()
-        assert prompt_filter.admits(first)
-        assert not prompt_filter.admits(second)
-        assert prompt_filter.left_out == {"like one before": 1}
+    ],
+)
+def test_a_prompt_like_one_before_is_left_out(first: str, second: str) -> None:
+    seen: set[tuple[str, ...]] = set()
+    assert is_new(first, seen)
+    assert not is_new(second, seen)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -152,9 +129,12 @@ def test_templates_that_cannot_ask_are_told(tokenizer, monkeypatch) -> None:
 
 
 def test_the_target_writes_distinct_prompts_and_goes_on_after_a_kill(tmp_path: Path, target, tokenizer) -> None:
-    how = SelfPromptSettings(count=10, batch_size=8, max_new_tokens=40)
     file = tmp_path / "data" / "prompts.jsonl"
-    whole = write_prompts(target, tokenizer, file, how)
+
+    def write(count: int, seed: int = 0) -> list[Conversation]:
+        return write_prompts(target, tokenizer, file, count, write_rows=8, seed=seed, max_new_tokens=40)
+
+    whole = write(10)
     assert [row.id for row in whole] == [f"self-{number}" for number in range(10)]
     texts = [row.messages[0]["content"] for row in whole]
     assert all(row.messages == ({"role": "user", "content": text},) for row, text in zip(whole, texts, strict=True))
@@ -165,25 +145,24 @@ def test_the_target_writes_distinct_prompts_and_goes_on_after_a_kill(tmp_path: P
     first = sum(batch == batches[0] for batch in batches)
     lines = content.splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:first]) + lines[first][:9])  # killed in the middle of a line
-    assert write_prompts(target, tokenizer, file, how) == whole
-    assert write_prompts(target, tokenizer, file, replace(how, count=4)) == whole[:4], "what is there is enough"
+    assert write(10) == whole
+    assert write(4) == whole[:4], "what is there is enough"
     with pytest.raises(TrainingError, match="seed: 0, now 1"):
-        write_prompts(target, tokenizer, file, replace(how, seed=1))
+        write(10, seed=1)
 
 
 def test_no_more_is_written_than_is_wanted(tmp_path: Path, target, tokenizer, monkeypatch) -> None:
-    sizes, write = [], _PromptWriter.write
+    sizes, generate = [], target.generate
     monkeypatch.setattr(
-        _PromptWriter, "write", lambda self, batch, size, tell: sizes.append(size) or write(self, batch, size, tell)
+        target, "generate", lambda **kwargs: sizes.append(len(kwargs["input_ids"])) or generate(**kwargs)
     )
-    write_prompts(target, tokenizer, tmp_path / "p.jsonl", SelfPromptSettings(count=3, batch_size=64))
+    write_prompts(target, tokenizer, tmp_path / "p.jsonl", 3)
     assert max(sizes) == FEWEST_AT_A_TIME
 
 
 def test_a_target_with_nothing_to_say_is_told(tmp_path: Path, target, tokenizer) -> None:
-    mute = SelfPromptSettings(count=3, batch_size=4, max_new_tokens=1)
     with pytest.raises(TrainingError, match=r"wrote \d prompts that can be used"):
-        write_prompts(target, tokenizer, tmp_path / "p.jsonl", mute)
+        write_prompts(target, tokenizer, tmp_path / "p.jsonl", 3, write_rows=4, max_new_tokens=1)
 
 
 def test_first_words_are_ones_that_prompts_begin_with() -> None:

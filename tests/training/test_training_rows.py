@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_rows import render
+from chat_rows import render, writing
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,7 +18,7 @@ from eagle31_hf.texts.rows import Conversation, conversation_from_row
 from eagle31_hf.training.measure import evaluation_prompts
 from eagle31_hf.training.preparation import Preparation, resolve
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.writing import RegenerationSettings, regenerate
+from eagle31_hf.training.writing import regenerate
 
 TOOL_TEMPLATE = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
@@ -96,7 +96,7 @@ def test_a_rows_tokens_are_those_that_serving_sends(tool_tokenizer) -> None:
 
 
 def test_results_of_calls_stay_with_their_calls(tmp_path: Path, target, tool_tokenizer) -> None:
-    how = RegenerationSettings(turns="each", temperatures=(0.0,), max_new_tokens=5)
+    how = writing(max_new_tokens=5)
     (written,) = regenerate([row(**TOOL_ROW)], target, tool_tokenizer, tmp_path / "c.jsonl", how)
     assert written.messages[:3] == row(**TOOL_ROW).messages[:3]
     assert written.messages[3]["content"] != "Hot."
@@ -134,7 +134,7 @@ STORY = "Once upon a time there was a little boat that wanted to see the sea."
 
 
 def test_plain_text_is_continued_from_its_middle(tmp_path: Path, target, base_tokenizer) -> None:
-    how = RegenerationSettings(turns="last", temperatures=(0.0,), max_new_tokens=6)
+    how = writing(regenerate="last")
     (written,) = regenerate([row(text=STORY)], target, base_tokenizer, tmp_path / "c.jsonl", how)
     whole = base_tokenizer(STORY)["input_ids"]
     ids, mask = render(base_tokenizer, written)
@@ -145,7 +145,7 @@ def test_plain_text_is_continued_from_its_middle(tmp_path: Path, target, base_to
 
 
 def test_a_prompt_is_continued_and_what_follows_is_learned(tmp_path: Path, target, base_tokenizer) -> None:
-    how = RegenerationSettings(turns="each", temperatures=(0.0,), max_new_tokens=6)
+    how = writing()
     (written,) = regenerate([row(prompt=STORY)], target, base_tokenizer, tmp_path / "c.jsonl", how)
     prompt = base_tokenizer(STORY)["input_ids"]
     ids, mask = render(base_tokenizer, written)

@@ -12,7 +12,7 @@ are better known than either.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +24,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, drafts_along, read_text, rows_of_ids
 from ..errors import ConfigurationError, TrainingError
-from ..sampling.draw import PositionNoise, argmax, perturbed, random_state
+from ..sampling.draw import PositionNoise, argmax, perturbed
 from ..sampling.logits_processing import DraftWarping, ScoreProcessing
 from ..stats import Acceptance
 from ..targets.binding import TargetBinding
 from ..targets.served_processing import processing_of, sampling_options
 from ..texts.rows import Conversation, Message, until_unanswered
 from .data import prompt_ids
-from .writing import end_ids, generate_padded, until_end
+from .writing import OnProgress, no_progress, write_batch
 
 LAST_MESSAGE = 4
 """Prompts end with the last user message no later than this one, so that long dialogues do not set the figures."""
@@ -73,19 +73,18 @@ def context_of(conversation: Conversation) -> list[Message]:
     return messages[: users[-1] + 1]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SampledBatch:
     """Texts that `generate` sampled side by side."""
 
-    state: Tensor  # of the generator before the first token
+    seed: int  # of the generator
     rows: int  # rows, vocabulary, device: of the scores
     vocabulary: int
     device: torch.device
 
     def noise(self, row: int, count: int) -> Tensor:
         """`(count, V)` that the first tokens of a row were sampled by, made again."""
-        generator = torch.Generator(self.device)
-        generator.set_state(self.state)
+        generator = torch.Generator(self.device).manual_seed(self.seed)
         return PositionNoise(self.rows, self.vocabulary, self.device, generator).window([row], [0], count)[0]
 
 
@@ -95,9 +94,8 @@ class KnownText:
 
     text: TargetText  # with the hidden states of the layers that drafters read
     category: str  # of its prompt
-    # batch, row: the texts that were sampled together, and which of them it is; `None` of a greedy one
-    batch: SampledBatch | None = None
-    row: int = 0
+    batch: SampledBatch | None = None  # the texts it was sampled with; `None` of a greedy one
+    row: int = 0  # which of them it is
 
     @property
     def num_rounds_tokens(self) -> int:
@@ -106,9 +104,7 @@ class KnownText:
 
     def noise(self, device: torch.device) -> Tensor | None:
         """Noise `(n, V)` that its tokens were sampled by; `None` of a greedy one."""
-        if self.batch is None:
-            return None
-        return self.batch.noise(self.row, self.num_rounds_tokens + 1).to(device)
+        return None if self.batch is None else self.batch.noise(self.row, self.num_rounds_tokens + 1).to(device)
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,6 @@ def served_warping(model: Any, temperature: float) -> DraftWarping:
         return served_processing(model, temperature).draft_warping
 
 
-@torch.no_grad()
 def write_texts(
     binding: TargetBinding,
     prompts: Sequence[EvaluationPrompt],
@@ -159,46 +154,64 @@ def write_texts(
     max_new_tokens: int,
     seed: int = 0,
     batch_size: int = 16,
-    on_prompts: Callable[[int], None] = lambda count: None,
+    on_progress: OnProgress = no_progress,
 ) -> KnownTexts:
     """Let the target answer `prompts` without a drafter, and read its answers once.
 
     Args:
         binding: of the target; its drafter's layers are kept.
         seed: of what is drawn.
-        on_prompts: called with the number of prompts done since the last call.
 
     Raises:
         ConfigurationError: nothing was written behind any prompt.
     """
-    model: Any = binding.model
-    found: list[KnownText] = []
     ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))  # so that little of a batch is padding
-    with torch.random.fork_rng(), served_by_scores(model):
-        torch.manual_seed(seed)
-        for first in range(0, len(ordered), batch_size):
-            batch = ordered[first : first + batch_size]
-            state = random_state(binding.input_device)
-            rows = [prompt.input_ids for prompt in batch]
-            out = generate_padded(model, rows, max_new_tokens=max_new_tokens, **sampling_options(temperature))
-            sampled = None
-            if temperature > 0:
-                sampled = SampledBatch(state, len(batch), binding.text_config.vocab_size, binding.input_device)
-            for row, (prompt, written) in enumerate(zip(batch, out[:, len(rows[-1]) :].tolist(), strict=True)):
-                answer = until_end(written, end_ids(model))
-                if len(answer) > 1:
-                    text = _read(binding, [*prompt.input_ids, *answer], len(prompt.input_ids))
-                    found.append(KnownText(text, prompt.category, sampled, row))
-            on_prompts(len(batch))
-    if not found:
+    texts: list[KnownText] = []
+    for first in range(0, len(ordered), batch_size):
+        batch = ordered[first : first + batch_size]
+        texts += _write_texts(binding, batch, temperature, max_new_tokens, seed + first, on_progress)
+    if not texts:
         raise ConfigurationError(f"the target ends its text at once behind all {len(prompts)} prompts; give others")
-    return KnownTexts(temperature, served_warping(model, temperature), max_new_tokens, tuple(found))
+    return KnownTexts(temperature, served_warping(binding.model, temperature), max_new_tokens, tuple(texts))
 
 
-def _read(binding: TargetBinding, ids: list[int], prompt_length: int) -> TargetText:
+def _write_texts(
+    binding: TargetBinding,
+    batch: Sequence[EvaluationPrompt],
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+    on_progress: OnProgress,
+) -> list[KnownText]:
+    """Texts of at least two tokens, written side by side."""
+    sampled = None
+    if temperature > 0:
+        sampled = SampledBatch(seed, len(batch), binding.text_config.vocab_size, binding.input_device)
+    answers: dict[int, list[int]] = {}
+    with served_by_scores(binding.model):
+        write_batch(
+            binding.model,
+            [prompt.input_ids for prompt in batch],
+            answers.__setitem__,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            on_token=lambda share: on_progress(0, share * len(batch)),
+            **sampling_options(temperature),
+        )
+    on_progress(len(batch), 0.0)
+    return [
+        KnownText(_read(binding, prompt.input_ids, answers[row]), prompt.category, sampled, row)
+        for row, prompt in enumerate(batch)
+        if len(answers[row]) > 1
+    ]
+
+
+@torch.no_grad()
+def _read(binding: TargetBinding, prompt: list[int], answer: list[int]) -> TargetText:
     """In main memory: a card's is for training."""
-    text = read_text(binding, torch.tensor(ids, device=binding.input_device), prompt_length, binding.aux_layers)
-    return TargetText(text.ids.cpu(), prompt_length, {layer: state.cpu() for layer, state in text.states.items()})
+    ids = torch.tensor([*prompt, *answer], device=binding.input_device)
+    text = read_text(binding, ids, len(prompt), binding.aux_layers)
+    return TargetText(text.ids.cpu(), len(prompt), {layer: state.cpu() for layer, state in text.states.items()})
 
 
 # --- drafting ---------------------------------------------------------------------------------------------------------

@@ -31,12 +31,11 @@ from ..texts.rows import Conversation
 from .data import Document, Documents, build_vocabulary, count_supervised, coverage, render_documents
 from .measure import EvaluationPrompt, evaluation_prompts
 from .progress import Counting, say
-from .self_prompts import SOURCE, PromptFilter, SelfPromptSettings, self_prompt_count, write_prompts
+from .self_prompts import SOURCE, is_new, self_prompt_count, write_prompts
 from .settings import SMALL_TARGET_PARAMETERS, TrainingSettings
-from .writing import RegenerationSettings, disk_bytes, regenerate
+from .writing import disk_bytes, regenerate
 
 HELD_OUT_ROWS = 64
-ROOM_FOR_AN_ANSWER = 8
 CLEARLY_FASTER = 0.8
 """Of the time: a run that is resumed shall find the same."""
 
@@ -117,26 +116,27 @@ class Preparation:
         rank = processes.process_index
         share = count // processes.num_processes + (rank < count % processes.num_processes)
         path = settings.out / "data" / (f"prompts-{rank}.jsonl" if rank else "prompts.jsonl")
-        how = SelfPromptSettings(
-            share, batch_size=settings.write_rows, seed=settings.seed * processes.num_processes + rank
-        )
+        seed = settings.seed * processes.num_processes + rank
         with Counting(self.console, "the target writes prompts", share, resumes=True) as counting:
-            mine = write_prompts(self.target, self.tokenizer, path, how, on_batch=counting.advance)
-        prompt_filter = PromptFilter()
-        written = [row for row in gather_object(mine) if prompt_filter.admits(row.messages[0]["content"])]
+            mine = write_prompts(
+                self.target, self.tokenizer, path, share, write_rows=settings.write_rows, seed=seed,
+                on_progress=counting.advance,
+            )  # fmt: skip
+        seen: set[tuple[str, ...]] = set()
+        written = [row for row in gather_object(mine) if is_new(row.messages[0]["content"], seen)]
         return [replace(row, id=f"{SOURCE}-{number}") for number, row in enumerate(written)]
 
     def _regenerate(self, conversations: Sequence[Conversation]) -> list[Conversation]:
         settings, processes = self.settings, self.processes
         if settings.regenerate == "none":
             return list(conversations)
-        how, folder, rank = writing_of(settings), settings.out / "data", processes.process_index
-        needed = f"{disk_bytes(conversations, how) / 1e9:.2f} GB in {folder}"
+        folder, rank = settings.out / "data", processes.process_index
+        needed = f"{disk_bytes(conversations, settings) / 1e9:.2f} GB in {folder}"
         say(self.console, f"the target writes its own turns: at most {needed}")
         mine = conversations[rank :: processes.num_processes]
         path = folder / (f"conversations-{rank}.jsonl" if rank else "conversations.jsonl")
         with Counting(self.console, "the target writes answers", len(mine), resumes=True) as counting:
-            written = regenerate(mine, self.target, self.tokenizer, path, how, on_rows=counting.advance)
+            written = regenerate(mine, self.target, self.tokenizer, path, settings, on_progress=counting.advance)
         by_id = {conversation.id: conversation for conversation in gather_object(written)}
         return [by_id[conversation.id] for conversation in conversations if conversation.id in by_id]
 
@@ -254,18 +254,6 @@ def resolve(settings: TrainingSettings, target: PreTrainedModel) -> TrainingSett
         defaults["temperature"] = (0.0, 1.0)
     left_open = {name: value for name, value in defaults.items() if getattr(settings, name) in (None, ())}
     return replace(settings, **left_open)
-
-
-def writing_of(settings: TrainingSettings) -> RegenerationSettings:
-    """How the target writes, by resolved settings."""
-    return RegenerationSettings(
-        turns=settings.regenerate,
-        temperatures=settings.temperature,
-        max_new_tokens=settings.max_new_tokens,
-        max_prompt_tokens=max(1, settings.max_length - ROOM_FOR_AN_ANSWER),
-        batch_size=settings.write_rows,
-        seed=settings.seed,
-    )
 
 
 def set_vocabulary(drafter: Eagle31Drafter, target: PreTrainedModel, draft_ids: Tensor) -> None:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
 LINE_EVERY_S = 30.0
@@ -23,7 +23,6 @@ def progress_bar(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
-        MofNCompleteColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
         console=console,
@@ -48,17 +47,18 @@ class Counting:
     """
 
     def __init__(self, console: Console, title: str, total: int, *, resumes: bool = False):
-        self._console, self._title, self._resumes = console, title, resumes
+        self._console, self._title, self._total, self._resumes = console, title, total, resumes
         self._bar = progress_bar(console)
-        self._task = self._bar.add_task(title, total=total, note="")
+        self._task = self._bar.add_task(title, total=total, note=f"0 of {total:,}")
         self._started_at = self._said_at = time.monotonic()
-        self._steps = 0
+        self._ended = 0
 
-    def advance(self, count: int = 0) -> None:
-        """So many more are done; called with 0 after every token of a batch, so that the bar shows a sign of life."""
-        self._steps += not count
-        self._bar.update(self._task, advance=count, note=f"token {self._steps:,}" if self._steps else "")
-        if self._resumes and count:
+    def advance(self, ended: int, underway: float = 0.0) -> None:
+        """So many more have ended; `underway` is how much of the others is done, so that the bar moves meanwhile."""
+        self._ended += ended
+        done = max(self._ended + underway, self._bar.tasks[0].completed)
+        self._bar.update(self._task, completed=done, note=self._so_far())
+        if self._resumes and ended:
             self._say(f"{self._so_far()}, kept from an earlier run")
         elif time.monotonic() - self._said_at >= LINE_EVERY_S:
             self._say(self._so_far() + _left(self._bar))
@@ -77,8 +77,7 @@ class Counting:
             say(self._console, f"{self._title}: stopped at {self._so_far()}")
 
     def _so_far(self) -> str:
-        task = self._bar.tasks[0]
-        return f"{int(task.completed):,} of {int(task.total or 0):,}"
+        return f"{self._ended:,} of {self._total:,}"
 
     def _say(self, text: str) -> None:
         self._said_at = time.monotonic()
@@ -96,25 +95,26 @@ class LiveProgress(TrainerCallback):
         self._console, self._title = console, title
         self._bar = progress_bar(console)
         self._task: Any = None
-        self._next_line_at = 0.0
+        self._figures, self._next_line_at = "", 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self._task = self._bar.add_task(self._title, total=state.max_steps, completed=state.global_step, note="")
+            self._task = self._bar.add_task(self._title, total=state.max_steps, note="")
             self._bar.start()
+            self.on_step_end(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._task is not None:
-            self._bar.update(self._task, completed=state.global_step)
+            note = f"{state.global_step:,} of {state.max_steps:,}{self._figures}"
+            self._bar.update(self._task, completed=state.global_step, note=note)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if self._task is None or not logs:
             return
         if "loss" in logs:
             accuracy = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("accuracy_step_"))
-            note = f"loss {logs['loss']:.3f}, accuracy by step {accuracy}"
-            self._bar.update(self._task, note=note)
-            self._print_now_and_then(f"step {state.global_step:,} of {state.max_steps:,}: {note}{_left(self._bar)}")
+            self._figures = f": loss {logs['loss']:.3f}, accuracy by step {accuracy}"
+            self._print_now_and_then(f"step {state.global_step:,} of {state.max_steps:,}{self._figures}")
         if "eval_acceptance_length" in logs:
             positions = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("eval_acceptance_at_"))
             length = f"acceptance length {logs['eval_acceptance_length']:.3f}, by position {positions}"
@@ -124,10 +124,9 @@ class LiveProgress(TrainerCallback):
             say(self._console, f"{self._title}, step {state.global_step:,}: {length}")
 
     def _print_now_and_then(self, line: str) -> None:
-        if self._console.is_terminal or time.monotonic() < self._next_line_at:
-            return
-        self._next_line_at = time.monotonic() + LINE_EVERY_S
-        say(self._console, f"{self._title}, {line}")
+        if not self._console.is_terminal and time.monotonic() >= self._next_line_at:
+            self._next_line_at = time.monotonic() + LINE_EVERY_S
+            say(self._console, f"{self._title}, {line}{_left(self._bar)}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.stop()

@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import ConfigurationError, TrainingError
 from ..texts.rows import Conversation
-from .writing import append_lines, end_ids, generate_padded, read_whole_lines, until_end
+from .writing import OnProgress, append_lines, end_ids, no_progress, read_whole_lines, write_batch
 
 SOURCE = "self"
 DEFAULT_COUNT = 2000
@@ -55,20 +49,10 @@ FIRST_WORDS = (
 )
 USERS_WORDS = "\u2063user\u2063"
 """Stands where the user's words would: invisible separators, which no template trims."""
-
-
 TEMPERATURES = (0.7, 0.85, 1.0)
 """Each batch is written at one of them."""
-
-
-@dataclass(frozen=True)
-class SelfPromptSettings:
-    """How prompts are written."""
-
-    count: int = DEFAULT_COUNT  # how many are wanted
-    max_new_tokens: int = 72  # a prompt that is longer is left out
-    batch_size: int = 64  # most prompts written at a time
-    seed: int = 0  # of all draws
+MOST_TOKENS = 72
+"""A prompt that is longer is left out."""
 
 
 def self_prompt_count(source: str) -> int | None:
@@ -116,149 +100,108 @@ def write_prompts(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     path: Path,
-    settings: SelfPromptSettings,
+    count: int,
     *,
-    on_batch: Callable[[int], None] = lambda rows: None,
+    write_rows: int = 64,
+    seed: int = 0,
+    max_new_tokens: int = MOST_TOKENS,
+    on_progress: OnProgress = no_progress,
 ) -> list[Conversation]:
-    """`settings.count` distinct prompts by the target itself, kept in `path` (JSONL) batch by batch.
+    """`count` distinct prompts by the target itself, kept in `path` (JSONL) batch by batch.
 
     Called again it goes on where it was stopped; asked for more, it adds to those that are there.
 
     Args:
-        on_batch: called with the number of prompts kept since the last call, and with 0 after every token.
+        write_rows: most prompts written at a time.
+        seed: of all draws.
 
     Raises:
         TrainingError: the tokenizer has no chat template, `path` was written with other settings, or the target writes
             nothing more that can be used.
     """
-    writer = _PromptWriter(target, tokenizer, settings)
-    header = {**asdict(settings), "temperatures": list(TEMPERATURES), "target": target.name_or_path}
-    kept = read_whole_lines(path, {name: value for name, value in header.items() if name != "count"})
-    prompt_filter = PromptFilter()
+    header = {"max_new_tokens": max_new_tokens, "seed": seed, "temperatures": [*TEMPERATURES]}
+    kept = read_whole_lines(path, header | {"target": target.name_or_path})
+    seen: set[tuple[str, ...]] = set()
     for row in kept:
-        prompt_filter.admits(row["prompt"])
-    on_batch(min(len(kept), settings.count))
+        is_new(row["prompt"], seen)
+    on_progress(min(len(kept), count), 0.0)
     batch, fruitless = (kept[-1]["batch"] + 1 if kept else 0), 0
-    while len(kept) < settings.count:
-        size = min(settings.batch_size, max(FEWEST_AT_A_TIME, 2 * (settings.count - len(kept))))
-        texts = [text for text in writer.write(batch, size, on_batch) if prompt_filter.admits(text)][
-            : settings.count - len(kept)
-        ]
-        rows = [{"id": f"{SOURCE}-{len(kept) + i}", "prompt": text, "batch": batch} for i, text in enumerate(texts)]
+    while (missing := count - len(kept)) > 0:
+        size = min(write_rows, max(FEWEST_AT_A_TIME, 2 * missing))
+        chance = random.Random(f"prompts {seed} {batch}")
+        texts = _write_batch_of_prompts(target, tokenizer, size, chance, max_new_tokens, on_progress)
+        admitted = [text for text in texts if is_new(text, seen)][:missing]
+        rows = [{"id": f"{SOURCE}-{len(kept) + i}", "prompt": text, "batch": batch} for i, text in enumerate(admitted)]
         append_lines(path, rows)
         kept += rows
-        on_batch(len(rows))
+        on_progress(len(rows), 0.0)
         batch, fruitless = batch + 1, 0 if rows else fruitless + 1
         if fruitless == FRUITLESS_BATCHES:
             raise TrainingError(
-                f"the target wrote {len(kept)} prompts that can be used, and in {fruitless} batches no more "
-                f"({prompt_filter.summary()}); ask for fewer (self:{max(1, len(kept))}), or name files"
+                f"the target wrote {len(kept)} prompts that can be used, and in {fruitless} batches no other; ask for "
+                f"fewer (self:{max(1, len(kept))}), or name files"
             )
     return [
         Conversation(id=row["id"], category=SOURCE, messages=({"role": "user", "content": row["prompt"]},))
-        for row in kept[: settings.count]
+        for row in kept[:count]
     ]
 
 
-class _PromptWriter:
-    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: SelfPromptSettings):
-        self.target: Any = target
-        self.tokenizer, self.settings = tokenizer, settings
-        self.openings = {system: user_turn(tokenizer, system)[0] for system in SYSTEM_PROMPTS}
-        # A user's words end with the first token the template puts behind them, or with what ends any text.
-        self.ends = {*self._ids(user_turn(tokenizer, None)[1])[:1], *end_ids(target)}
+def _write_batch_of_prompts(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    size: int,
+    chance: random.Random,
+    max_new_tokens: int,
+    on_progress: OnProgress,
+) -> list[str]:
+    """The user's words, all at one temperature; those that did not end are left out."""
 
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    @torch.no_grad()
-    def write(self, batch: int, size: int, on_token: Callable[[int], None]) -> list[str]:
-        """The user's words of a batch of `size`, at one temperature; those that did not end are left out."""
-        chance = random.Random(f"prompts {self.settings.seed} {batch}")
-        starts = [(chance.choice(SYSTEM_PROMPTS), chance.choice(FIRST_WORDS)) for _ in range(size)]
-        prompts = [self._ids(self.openings[system] + words) for system, words in starts]
-        longest = max(map(len, prompts))
-        ends = torch.tensor(sorted(self.ends))
-
-        def most_have_ended(written: Tensor, scores: Any, **others: Any) -> Tensor:
-            """Few rows that still write would keep all waiting, and they mostly ramble."""
-            on_token(0)
-            ended = torch.isin(written[:, longest:], ends.to(written.device)).any(1)
-            return ended | (ended.float().mean() >= MOST_ENDED)
-
-        with torch.random.fork_rng():
-            torch.manual_seed(chance.getrandbits(63))
-            output = generate_padded(
-                self.target,
-                prompts,
-                do_sample=True,
-                temperature=chance.choice(TEMPERATURES),
-                top_k=0,
-                min_p=MIN_P,
-                max_new_tokens=self.settings.max_new_tokens,
-                eos_token_id=sorted(self.ends),
-                stopping_criteria=StoppingCriteriaList([most_have_ended]),
-            )
-        written = [until_end(row, self.ends) for row in output[:, longest:].tolist()]
-        return [
-            (words + str(self.tokenizer.decode(row[:-1]))).strip()
-            for (_, words), row in zip(starts, written, strict=True)
-            if row[-1] in self.ends
-        ]
+    openings = {system: user_turn(tokenizer, system)[0] for system in SYSTEM_PROMPTS}
+    # A user's words end with the first token the template puts behind them, or with what ends any text.
+    ends = {*ids(user_turn(tokenizer, None)[1])[:1], *end_ids(target)}
+    starts = [(chance.choice(SYSTEM_PROMPTS), chance.choice(FIRST_WORDS)) for _ in range(size)]
+    answers: dict[int, list[int]] = {}
+    write_batch(
+        target,
+        [ids(openings[system] + words) for system, words in starts],
+        answers.__setitem__,
+        seed=chance.getrandbits(63),
+        max_new_tokens=max_new_tokens,
+        on_token=lambda share: on_progress(0, share * size / 2),  # of the texts about half will be kept
+        ends=ends,
+        enough=MOST_ENDED,
+        do_sample=True,
+        temperature=chance.choice(TEMPERATURES),
+        top_k=0,
+        min_p=MIN_P,
+    )
+    return [
+        (words + str(tokenizer.decode(answers[place][:-1]))).strip()
+        for place, (_, words) in enumerate(starts)
+        if answers[place][-1] in ends
+    ]
 
 
 # --- what is kept of them ---------------------------------------------------------------------------------------------
 
-
-GRAM = 8
-MOST_SEEN = 0.5
-"""A text is like one before if so many of its runs of `GRAM` words were seen."""
-FEWEST_WORDS = 3
-MOST_REPETITION = 0.3
+RUN = 8
+FEWEST_NEW = 0.5
+"""A text is kept if at least so many of its runs of `RUN` words stand in no other, and no second time in itself."""
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}])\w)+")
 """Scripts that put no spaces between words (Thai, Khmer, Japanese, Chinese) are counted by their letters."""
 
 
-class PromptFilter:
-    """Admits a text once. `left_out` counts the others by reason."""
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[str, ...]] = set()
-        self.left_out: Counter[str] = Counter()
-
-    def admits(self, text: str) -> bool:
-        """Whether `text` is kept; if so it counts as seen."""
-        words, own = words_of(text), grams(text)
-        objections = {
-            "too short": len(words) < FEWEST_WORDS,
-            "repeating themselves": repetition(words) > MOST_REPETITION,
-            "like one before": sum(gram in self._seen for gram in own) >= MOST_SEEN * len(own),
-        }
-        reason = next((reason for reason, holds in objections.items() if holds), None)
-        if reason is None:
-            self._seen |= own
-        else:
-            self.left_out[reason] += 1
-        return reason is None
-
-    def summary(self) -> str:
-        """How many were left out, and why."""
-        return ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.most_common()) or "none left out"
-
-
-def words_of(text: str) -> list[str]:
-    """Words and numbers in lower case."""
-    return _WORD.findall(text.lower())
-
-
-def grams(text: str) -> set[tuple[str, ...]]:
-    """Runs of `GRAM` words; of a shorter text the whole."""
-    words = words_of(text)
-    return {tuple(words[i : i + GRAM]) for i in range(max(1, len(words) - GRAM + 1))}
-
-
-def repetition(words: list[str]) -> float:
-    """Share of the runs of three words that stood before in the same text."""
-    runs = [tuple(words[i : i + 3]) for i in range(len(words) - 2)]
-    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+def is_new(text: str, seen: set[tuple[str, ...]]) -> bool:
+    """Whether a text says something new beside the runs `seen`; if so its own are added. One without words does not."""
+    words = _WORD.findall(text.lower())
+    runs = [tuple(words[i : i + RUN]) for i in range(max(1, len(words) - RUN + 1))]
+    new = set(runs) - seen
+    if not words or len(new) <= FEWEST_NEW * len(runs):
+        return False
+    seen |= new
+    return True

@@ -214,7 +214,7 @@ class _Run:
                 known.append(
                     write_texts(
                         drafter.binding, mine, temperature, max_new_tokens=settings.eval_new_tokens,
-                        seed=settings.seed + rank, on_prompts=counting.advance,
+                        seed=settings.seed + rank, on_progress=counting.advance,
                     )
                 )  # fmt: skip
         return known

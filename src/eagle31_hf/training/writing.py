@@ -1,4 +1,8 @@
-"""The target writes the assistant turns itself, so that the drafter learns the text it will be asked to draft."""
+"""The target writes: the assistant's turns, so that the drafter learns the text it will be asked to draft.
+
+Whatever is written for training (turns, prompts, texts to measure on) is written by `write_batch`, which is plain
+`generate`, so that every target can be trained for. Turns and prompts are kept line by line as they end.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +26,98 @@ from ..errors import TrainingError
 from ..targets.served_processing import sampling_options
 from ..texts.rows import Conversation, Message, conversation_from_row
 from .data import prompt_ids
+from .settings import TrainingSettings
 
 ASKING_ROLES = ("user", "tool", "text")
+ROOM_FOR_AN_ANSWER = 8
 BYTES_PER_TOKEN = 8
 """Text and ids of one token in a JSON line, measured on English dialogue (4 + 4)."""
 
+OnProgress = Callable[[int, float], None]
+"""Called with how many rows have ended since the last call, and how much of the others is written, in rows."""
 
-@dataclass(frozen=True)
-class RegenerationSettings:
-    """How the target writes."""
 
-    # `"each"` rewrites every assistant turn in order, `"last"` one turn per conversation (after a user message drawn at
-    # random; the turns before stay as they are). Calls of tools stay: their results stand in the data. Plain text is
-    # continued where it is half told.
-    turns: str = "each"
-    # 0 is greedy; several share the conversations at random; none takes the target's own generation config
-    temperatures: tuple[float, ...] = ()
-    max_new_tokens: int = 256  # most tokens per turn; a turn that is cut there ends its conversation
-    max_prompt_tokens: int = 1024  # conversations end before a turn whose context is longer
-    batch_size: int = 32  # turns written at a time
-    seed: int = 0  # of sampling and of the choice of turns
+def no_progress(ended: int, underway: float) -> None:
+    """For callers that show none."""
+
+
+# --- a batch ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def write_batch(
+    target: Any,
+    prompts: Sequence[Sequence[int]],
+    on_answer: Callable[[int, list[int]], None],
+    *,
+    seed: int,
+    max_new_tokens: int,
+    on_token: Callable[[float], None] = lambda share: None,
+    ends: set[int] | None = None,
+    enough: float = 1.0,
+    **options: Any,
+) -> None:
+    """Let `target.generate` answer prompts side by side; random generators are left as they were.
+
+    Args:
+        on_answer: called with the place of a prompt and the ids of its answer, the token that ends it included, when
+            the answer has ended.
+        seed: of torch's generators.
+        on_token: called after every token with the share of `max_new_tokens` that is written.
+        ends: tokens that end an answer; default: those of the target's generation config.
+        enough: share of the answers after whose end the others are not waited for.
+        options: more arguments of `generate`.
+    """
+    ends = end_ids(target) if ends is None else ends
+    longest, writing = max(map(len, prompts)), set(range(len(prompts)))
+
+    def hand_on(places: Sequence[int], written: Tensor) -> None:
+        for place in places:
+            writing.remove(place)
+            on_answer(place, _until_end(written[place, longest:].tolist(), ends))
+
+    def look(written: Tensor, scores: Any, **others: Any) -> Tensor:
+        last = written[:, -1].tolist()
+        hand_on([place for place in sorted(writing) if last[place] in ends], written)
+        on_token((written.shape[1] - longest) / max_new_tokens)
+        stops = len(writing) <= (1 - enough) * len(prompts)
+        return torch.full((len(written),), stops, dtype=torch.bool, device=written.device)
+
+    rows = [torch.tensor(prompt, device=target.get_input_embeddings().weight.device) for prompt in prompts]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        written = target.generate(
+            input_ids=pad_sequence(rows, batch_first=True, padding_side="left"),
+            attention_mask=pad_sequence(list(map(torch.ones_like, rows)), batch_first=True, padding_side="left"),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=0,  # behind answers that have ended, where nothing is read
+            eos_token_id=sorted(ends) or None,
+            stopping_criteria=StoppingCriteriaList([look]),
+            **options,
+        )
+    hand_on(sorted(writing), written)  # those that were cut
+
+
+def end_ids(model: Any) -> set[int]:
+    """Tokens that end the target's texts, by its generation config."""
+    ends = model.generation_config.eos_token_id
+    return set(ends if isinstance(ends, list) else [ends]) - {None}
+
+
+def _until_end(answer: list[int], ends: set[int]) -> list[int]:
+    stop = next((place for place, token in enumerate(answer, 1) if token in ends), len(answer))
+    return answer[:stop]
+
+
+def own_temperature(target: Any) -> float:
+    """What the target's generation config writes with; 0 is greedy."""
+    config = target.generation_config
+    if not getattr(config, "do_sample", False):
+        return 0.0
+    return 1.0 if config.temperature is None else float(config.temperature)
+
+
+# --- the assistant's turns --------------------------------------------------------------------------------------------
 
 
 def regenerate(
@@ -49,9 +125,9 @@ def regenerate(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     path: Path,
-    settings: RegenerationSettings,
+    settings: TrainingSettings,
     *,
-    on_rows: Callable[[int], None] = lambda rows: None,
+    on_progress: OnProgress = no_progress,
 ) -> list[Conversation]:
     """Conversations whose last turn the target wrote, in the order given.
 
@@ -60,38 +136,42 @@ def regenerate(
     limit before the first turn are left out.
 
     Args:
-        on_rows: called after every token with the number of rows done since the last call, most often 0.
+        settings: resolved.
 
     Raises:
         TrainingError: too little disk, `path` was written with other settings, or a row cannot be rendered.
     """
-    header = {**asdict(settings), "temperatures": list(settings.temperatures), "target": target.name_or_path}
-    header["kept_by"] = "digest"
-    del header["batch_size"]  # a resumed run may write more of them at a time, or fewer
+    header = {
+        "turns": settings.regenerate,
+        "temperatures": list(settings.temperature),
+        "max_new_tokens": settings.max_new_tokens,
+        "max_prompt_tokens": max_prompt_tokens(settings),
+        "seed": settings.seed,
+        "target": target.name_or_path,
+        "kept_by": "digest",
+    }
     conversations = with_keys(conversations)
-    done = {row["key"]: row for row in read_whole_lines(path, header, identity="key")}
-    missing = [conversation for conversation in conversations if conversation.key not in done]
+    kept = {row["key"]: row for row in read_whole_lines(path, header, identity="key")}
+    missing = [conversation for conversation in conversations if conversation.key not in kept]
     require_disk(path, disk_bytes(missing, settings), f"writing {len(missing):,} conversations")
-    on_rows(len(conversations) - len(missing))
+    on_progress(len(conversations) - len(missing), 0.0)
 
-    def keep(rows: list[dict[str, Any]]) -> None:
-        if rows:
-            done.update((row["key"], row) for row in rows)
-            append_lines(path, rows)
-        on_rows(len(rows))
+    def keep(row: _Row) -> None:
+        kept[row.conversation.key] = row.to_json()
+        append_lines(path, [row.to_json()])
+        on_progress(1, 0.0)
 
-    writer = _Writer(target, tokenizer, settings)
-    for batch in _batches(missing, settings):
-        writer.write(batch, keep)
-    rows = ((conversation, done[conversation.key]) for conversation in conversations)
+    writer = _TurnWriter(target, tokenizer, settings, keep, on_progress)
+    for batch in batches(missing, settings):
+        writer.write(batch)
     return [
         replace(
             conversation_from_row(row, where=str(path), fallback_id=row["id"], category=row["category"]),
             id=conversation.id,
             category=conversation.category,
         )
-        for conversation, row in rows
-        if row["answer_ids"]
+        for conversation in conversations
+        if (row := kept[conversation.key])["answer_ids"]
     ]
 
 
@@ -107,58 +187,42 @@ def with_keys(conversations: Sequence[Conversation]) -> list[Conversation]:
     return keyed
 
 
-def own_temperature(target: Any) -> float:
-    """What the target's generation config writes with; 0 is greedy."""
-    config = target.generation_config
-    if not getattr(config, "do_sample", False):
-        return 0.0
-    return 1.0 if config.temperature is None else float(config.temperature)
+def max_prompt_tokens(settings: TrainingSettings) -> int:
+    """Conversations end before a turn whose context is longer."""
+    return max(1, settings.max_length - ROOM_FOR_AN_ANSWER)
 
 
-def disk_bytes(conversations: Sequence[Conversation], settings: RegenerationSettings) -> int:
+def disk_bytes(conversations: Sequence[Conversation], settings: TrainingSettings) -> int:
     """Most disk the regenerated conversations will take."""
     kept = sum(len(message["content"]) for conversation in conversations for message in conversation.messages)
-    turns = sum(len(_answered(conversation, settings)) for conversation in conversations)
-    return kept + turns * settings.max_new_tokens * BYTES_PER_TOKEN
+    answers = sum(len(_answered(conversation, settings)) for conversation in conversations)
+    return kept + answers * settings.max_new_tokens * BYTES_PER_TOKEN
 
 
-def require_disk(folder: Path, needed_bytes: int, purpose: str) -> None:
-    """Refuse before writing what will not fit.
-
-    Raises:
-        TrainingError: the disk has too little room; both figures are named.
-    """
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed_bytes:
-        raise TrainingError(
-            f"{purpose} needs {needed_bytes / 1e9:.2f} GB, but {existing} has {free / 1e9:.2f} GB free; name a folder "
-            "on a larger disk, or use fewer prompts"
-        )
-
-
-def _batches(conversations: Sequence[Conversation], settings: RegenerationSettings) -> list[list[Conversation]]:
+def batches(conversations: Sequence[Conversation], settings: TrainingSettings) -> list[list[Conversation]]:
     """Conversations of one temperature and like work together; the longest first, so that a lack of memory shows early.
 
     A batch writes until its last row has ended, and the answer that stands in the data tells best how much that is.
     Among answers of like length, contexts of like length share a batch, so that little of it is padding.
     """
-    batches, size = [], settings.batch_size
-    for temperature in dict.fromkeys(settings.temperatures or (None,)):
-        alike = [conversation for conversation in conversations if _temperature(conversation, settings) == temperature]
+    found, size = [], settings.write_rows
+    for temperature in dict.fromkeys(settings.temperature or (None,)):
+        alike = [
+            conversation for conversation in conversations if temperature_of(conversation, settings) == temperature
+        ]
         ordered = sorted(alike, key=lambda conversation: _work(conversation, settings), reverse=True)
-        batches += [ordered[i : i + size] for i in range(0, len(ordered), size)]
-    return batches
+        found += [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    return found
 
 
-def _temperature(conversation: Conversation, settings: RegenerationSettings) -> float | None:
-    """What the conversation is written with; by its key, so that a resumed run chooses the same."""
-    if not settings.temperatures:
+def temperature_of(conversation: Conversation, settings: TrainingSettings) -> float | None:
+    """What it is written with, chosen by its key; `None`: as the target's generation config says."""
+    if not settings.temperature:
         return None
-    return random.Random(f"temperature {settings.seed} {conversation.key}").choice(settings.temperatures)
+    return random.Random(f"temperature {settings.seed} {conversation.key}").choice(settings.temperature)
 
 
-def _work(conversation: Conversation, settings: RegenerationSettings) -> tuple[int, int]:
+def _work(conversation: Conversation, settings: TrainingSettings) -> tuple[int, int]:
     """Doublings of the characters to be written, and characters of the first context."""
     lengths = [len(message["content"]) for message in conversation.messages]
     answered = _answered(conversation, settings)
@@ -166,12 +230,11 @@ def _work(conversation: Conversation, settings: RegenerationSettings) -> tuple[i
     return replaced.bit_length(), sum(lengths[: answered[0] + 1]) if answered else 0
 
 
-def _answered(conversation: Conversation, settings: RegenerationSettings) -> list[int]:
-    """Messages that are answered by text of the target's own."""
+def _answered(conversation: Conversation, settings: TrainingSettings) -> list[int]:
+    """Messages that are answered by text of the target's own: all, or one chosen by the conversation's key."""
     places = [i for i in range(len(conversation.messages)) if _asks(conversation.messages, i)]
-    if settings.turns == "each" or not places:
+    if settings.regenerate == "each" or not places:
         return places
-    # By its key, so that a resumed run chooses the same.
     return [random.Random(f"{settings.seed} {conversation.key}").choice(places)]
 
 
@@ -186,150 +249,94 @@ def _asks(messages: Sequence[Message], place: int) -> bool:
     return following[0]["role"] != "tool" and not calls
 
 
-class _Writer:
-    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RegenerationSettings):
-        self.target: Any = target
-        self.tokenizer = tokenizer
-        self.settings = settings
-        self.ends = end_ids(target)
-
-    def write(self, batch: list[Conversation], on_rows: Callable[[list[dict[str, Any]]], None]) -> None:
-        """Write the answers of `batch`; `on_rows` gets the rows that have ended, after each token (most often none).
-
-        A row's `answer_ids` are empty where nothing could be written.
-        """
-        drawn = _temperature(batch[0], self.settings)  # the same for all rows
-        temperature = own_temperature(self.target) if drawn is None else drawn
-        rows = [_Row(conversation, _answered(conversation, self.settings), temperature) for conversation in batch]
-
-        def keep_ended() -> None:
-            ended = [row for row in rows if not row.left]
-            on_rows([row.to_json() for row in ended])
-            for row in ended:
-                rows.remove(row)
-
-        while rows:
-            self._write_turn(
-                [row for row in rows if row.left], {} if drawn is None else sampling_options(drawn), keep_ended
-            )
-            keep_ended()
-
-    @torch.no_grad()
-    def _write_turn(self, rows: list[_Row], options: dict[str, Any], on_token: Callable[[], None]) -> None:
-        """The next answer of each row; `on_token` is called after every token."""
-        prompts: dict[_Row, list[int]] = {}
-        for row in rows:
-            prompt = prompt_ids(self.tokenizer, row.conversation, row.context())
-            if len(prompt) > self.settings.max_prompt_tokens:
-                row.left = []
-            else:
-                prompts[row] = prompt
-        if not prompts:
-            return
-        longest = max(map(len, prompts.values()))
-        writing = dict(enumerate(prompts))  # rows whose answer has not ended
-
-        def hand_on(place: int, written: Tensor) -> None:
-            answer = until_end(written[place, longest:].tolist(), self.ends)
-            text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
-            writing.pop(place).add(answer, text, is_whole=bool(answer) and answer[-1] in self.ends)
-
-        def as_they_end(written: Tensor, scores: Any, **others: Any) -> Tensor:
-            """Stops nothing: hands on each answer when it ends."""
-            last = written[:, -1].tolist()
-            for place in [place for place in writing if last[place] in self.ends]:
-                hand_on(place, written)
-            on_token()
-            return torch.zeros(len(written), dtype=torch.bool, device=written.device)
-
-        first = next(iter(prompts))
-        chance = random.Random(f"{self.settings.seed} {first.conversation.key} {len(prompts[first])}")
-        with torch.random.fork_rng():
-            torch.manual_seed(chance.getrandbits(63))
-            output = generate_padded(
-                self.target,
-                list(prompts.values()),
-                max_new_tokens=self.settings.max_new_tokens,
-                stopping_criteria=StoppingCriteriaList([as_they_end]),
-                **options,
-            )
-        for place in list(writing):  # those that were cut at the most tokens
-            hand_on(place, output)
-
-
+@dataclass(eq=False)
 class _Row:
-    """A conversation being written; `left` are the messages still to be answered by the target."""
+    """A conversation being written."""
 
-    def __init__(self, conversation: Conversation, left: list[int], temperature: float):
-        self.conversation, self.left, self.temperature = conversation, left, temperature
-        self._written: dict[int, str] = {}
-        self._answer_ids: list[int] = []
+    conversation: Conversation
+    temperature: float
+    left: list[int]  # messages still to be answered by the target
+    messages: list[Message] = field(default_factory=list)  # up to and with its last answer
+    answer_ids: list[int] = field(default_factory=list)
+    num_read: int = 0  # messages of the conversation that stand in `messages`
 
     def context(self) -> list[Message]:
-        """Messages up to the next one to be answered, earlier answers replaced."""
-        return self._messages_to(self.left[0])
-
-    def _messages_to(self, asking: int) -> list[Message]:
-        messages: list[Message] = []
-        for index, message in enumerate(self.conversation.messages[: asking + 1]):
-            if message["role"] == "assistant" and index - 1 in self._written:
-                continue  # the target's own answer stands there already
-            messages.append(message)
-            if index in self._written:
-                messages.append({"role": "assistant", "content": self._written[index]})
-        return messages
+        """Messages up to the next one to be answered."""
+        given = self.conversation.messages[self.num_read : self.left[0] + 1]
+        replaced = bool(self.messages) and given[0]["role"] == "assistant"
+        return [*self.messages, *given[replaced:]]
 
     def add(self, answer_ids: list[int], text: str, *, is_whole: bool) -> None:
-        asking, *left = self.left
-        self._written[asking], self._answer_ids = text, answer_ids
-        self.left = left if is_whole else []
+        """Note the next answer; one that was cut ends the conversation."""
+        self.messages = [*self.context(), {"role": "assistant", "content": text}]
+        self.num_read, self.answer_ids = self.left[0] + 1, answer_ids
+        self.left = self.left[1:] if is_whole else []
 
     def to_json(self) -> dict[str, Any]:
-        written, conversation = self._written, self.conversation
+        conversation = self.conversation
         return {
             "key": conversation.key,
             "id": conversation.id,
             "category": conversation.category,
-            "conversations": self._messages_to(max(written)) if written else list(conversation.messages),
-            "answer_ids": self._answer_ids,
+            "conversations": self.messages or list(conversation.messages),
+            "answer_ids": self.answer_ids,
             "answer_temperature": self.temperature,
             **({"tools": list(conversation.tools)} if conversation.tools else {}),
             **({"chat_template_kwargs": conversation.template_kwargs} if conversation.template_kwargs else {}),
         }
 
 
-# --- by generate ------------------------------------------------------------------------------------------------------
+@dataclass
+class _TurnWriter:
+    """Writes a batch of one temperature, turn by turn; each row is kept when it has ended.
 
+    A row's `answer_ids` stay empty where its context is too long for any answer.
+    """
 
-def generate_padded(model: Any, prompts: Sequence[Sequence[int]], **options: Any) -> Tensor:
-    """Prompts, padded on the left to the longest, and what `model.generate` writes behind them, `(B, L + n)`."""
-    device = model.get_input_embeddings().weight.device
-    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
-    ids = pad_sequence(rows, batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-    return model.generate(input_ids=ids, attention_mask=mask, pad_token_id=_pad_token_id(model), **options)
+    target: Any
+    tokenizer: PreTrainedTokenizerBase
+    settings: TrainingSettings
+    keep: Callable[[_Row], None]
+    on_progress: OnProgress
 
+    def write(self, batch: Sequence[Conversation]) -> None:
+        drawn = temperature_of(batch[0], self.settings)
+        temperature = own_temperature(self.target) if drawn is None else drawn
+        options = {} if drawn is None else sampling_options(drawn)
+        rows = [_Row(conversation, temperature, _answered(conversation, self.settings)) for conversation in batch]
+        turns = max(len(row.left) for row in rows)
+        for turn in range(turns + 1):
+            prompts = {row: prompt_ids(self.tokenizer, row.conversation, row.context()) for row in rows if row.left}
+            asked = [row for row in prompts if len(prompts[row]) <= max_prompt_tokens(self.settings)]
+            for row in rows:
+                if row not in asked:
+                    self.keep(row)
+            if asked:
+                self._write_turn({row: prompts[row] for row in asked}, turn, turns, options)
+            rows = [row for row in asked if row.left]
 
-def _pad_token_id(model: Any) -> int:
-    """The target's padding id, else its first end-of-text id, else 0."""
-    for value in (model.generation_config.pad_token_id, model.generation_config.eos_token_id):
-        if isinstance(value, list) and value:
-            return int(value[0])
-        if isinstance(value, int):
-            return value
-    return 0
+    def _write_turn(self, prompts: dict[_Row, list[int]], turn: int, turns: int, options: dict[str, Any]) -> None:
+        rows, ends = list(prompts), end_ids(self.target)
+        chance = random.Random(f"{self.settings.seed} {rows[0].conversation.key} {len(prompts[rows[0]])}")
 
+        def on_answer(place: int, answer: list[int]) -> None:
+            text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
+            rows[place].add(answer, text, is_whole=answer[-1] in ends)
+            if not rows[place].left:
+                self.keep(rows[place])
 
-def end_ids(model: Any) -> set[int]:
-    """Tokens that end the target's texts, by its generation config."""
-    ends = model.generation_config.eos_token_id
-    return set(ends if isinstance(ends, list) else [ends]) - {None}
+        def on_token(share: float) -> None:
+            self.on_progress(0, sum(bool(row.left) for row in rows) * (turn + share) / turns)
 
-
-def until_end(answer: list[int], ends: Collection[int]) -> list[int]:
-    """An answer up to and with its end."""
-    stop = next((place for place, token in enumerate(answer, 1) if token in ends), len(answer))
-    return answer[:stop]
+        write_batch(
+            self.target,
+            list(prompts.values()),
+            on_answer,
+            seed=chance.getrandbits(63),
+            max_new_tokens=self.settings.max_new_tokens,
+            on_token=on_token,
+            **options,
+        )
 
 
 # --- lines that are kept ----------------------------------------------------------------------------------------------
@@ -382,3 +389,18 @@ def append_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
+
+
+def require_disk(folder: Path, needed_bytes: int, purpose: str) -> None:
+    """Refuse before writing what will not fit.
+
+    Raises:
+        TrainingError: the disk has too little room; both figures are named.
+    """
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        raise TrainingError(
+            f"{purpose} needs {needed_bytes / 1e9:.2f} GB, but {existing} has {free / 1e9:.2f} GB free; name a folder "
+            "on a larger disk, or use fewer prompts"
+        )
