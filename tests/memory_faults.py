@@ -25,8 +25,8 @@ from eagle31_hf.loop import decoder
 from eagle31_hf.loop import round as rounds
 from eagle31_hf.loop.carried_cache import CacheResume
 from eagle31_hf.loop.decoder import SpeculativeDecoder
-from eagle31_hf.loop.memory_ladder import FallbackStep
 from eagle31_hf.loop.round import Round
+from eagle31_hf.loop.survive import FallbackStep
 from eagle31_hf.loop.text import Sequences
 from helpers import configured, drafter_of, left_padded, oracle_drafts, target_of
 

@@ -18,8 +18,8 @@ from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import UnsupportedGenerationError
 from eagle31_hf.generate import continuation, routes
-from eagle31_hf.loop.memory_ladder import FallbackStep
 from eagle31_hf.loop.round import Round
+from eagle31_hf.loop.survive import FallbackStep
 from eagle31_hf.targets.prompt_forward import PromptForward
 from families import GPT_2, IDS, IMAGE, SEEING_FAMILIES, VIDEO, hearing_inputs, hearing_model, picture_of
 from helpers import configured, left_padded, oracle_drafts, random_drafter, random_prompts, random_target

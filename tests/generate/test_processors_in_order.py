@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from eagle31_hf.loop import choosing, out_of_memory
+from eagle31_hf.loop import choosing, survive
 from eagle31_hf.loop.decoder import SpeculativeDecoder
 from eagle31_hf.loop.round import Round
 from helpers import (
@@ -185,7 +185,7 @@ def test_nothing_is_shown_twice_where_memory_runs_out(
             monkeypatch.context() as patched,
         ):
             patched.setattr(owner, name, failing)
-            patched.setattr(out_of_memory, "give_back_memory", lambda _device: None)  # collects garbage, for long
+            patched.setattr(survive, "give_back_memory", lambda _device: None)  # collects garbage, for long
             processors = [shown, hf.TopKLogitsWarper(2)]
             text = write(inputs, assistant_model=eagle, logits_processor=processors, **how)
         assert eagle.stats is not None

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from eagle31_hf.loop import out_of_memory
+from eagle31_hf.loop import survive
 
 
 @pytest.fixture
@@ -15,5 +15,5 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     """Without collecting garbage, which takes longer than a generation here. Returns where it would have been."""
     caplog.set_level(logging.WARNING, "eagle31_hf")
     calls: list[torch.device] = []
-    monkeypatch.setattr(out_of_memory, "give_back_memory", calls.append)
+    monkeypatch.setattr(survive, "give_back_memory", calls.append)
     return calls

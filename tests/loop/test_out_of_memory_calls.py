@@ -16,7 +16,7 @@ from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.loop.carried_cache import CacheResume, CarriedCache
 from eagle31_hf.loop.decoder import SpeculativeDecoder
-from eagle31_hf.loop.out_of_memory import NOT_HANDED_OVER
+from eagle31_hf.loop.survive import NOT_HANDED_OVER
 from helpers import configured, drafter_of, oracle_drafts, seeded, target_of
 from memory_faults import (
     DROPPED,

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..cache.speculative import SpeculativeCache
 from ..drafting.draft_tree import DraftTree, ancestors_from_parents
 from ..errors import Eagle31Error
-from ..loop.memory_ladder import is_out_of_memory
+from ..loop.survive import is_out_of_memory
 from ..targets.binding import TargetBinding
 from ..targets.cache_argument import CACHE_ARGUMENT
 from ..targets.prompt_forward import PromptForward, PromptOutput

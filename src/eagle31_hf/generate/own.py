@@ -12,8 +12,8 @@ from ..errors import UnsupportedGenerationError
 from ..loop.carried_cache import CacheResume, CarriedCache
 from ..loop.decoder import SpeculativeDecoder
 from ..loop.drafting import Drafting, draft_shape, drafting
-from ..loop.out_of_memory import RecoveringDecoder
 from ..loop.request import DecodingRequest
+from ..loop.survive import RecoveringDecoder
 from ..loop.text import Sequences
 from ..sampling.callers_code import CallersCode, NotFollowedError
 from ..sampling.draw import NOT_PLAIN

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 
 import torch
@@ -27,7 +28,6 @@ from ..targets.binding import TargetBinding
 from .accept import Accepted, sync_accepted
 from .carried_cache import BEFORE_THE_ANSWER
 from .choosing import RoundBatch
-from .memory_ladder import Stage
 from .pair import last_graphs
 from .pair_caches import PairCaches
 from .prefill import ChunkedPrefill, PrefillState
@@ -37,8 +37,17 @@ from .round import Round, Written
 logger = logging.getLogger(__name__)
 
 
+class Stage(Enum):
+    """Where a step is."""
+
+    PREFILL = "reading the text (prefill)"
+    DRAFT = "draft"
+    VERIFY = "verify"
+    COMMIT = "keeping what was accepted"
+
+
 class SpeculativeDecoder:
-    """One generation with our own loop: `run` it, or `prefill` and then `step` while there are `rows`.
+    """One generation with our own loop: `prefill`, then `step` while there are `rows`, then `finish`.
 
     Args:
         drafter: attached, or `NoDrafter`; its binding's target verifies.
@@ -106,16 +115,6 @@ class SpeculativeDecoder:
         if captures:
             caches.write_in(last_graphs(self.drafter).kept)
         return caches
-
-    def run(self) -> Tensor:
-        """Write until every row must stop. Returns `(B, L + n)` ids as `generate` does."""
-        with self.borrowing():
-            self.prefill()
-            self.stream()
-            while self.rows:
-                self.step()
-                self.stream()
-            return self.finish()
 
     @contextmanager
     def borrowing(self) -> Iterator[None]:

@@ -2,34 +2,48 @@
 
 The text is the state. Caches hold a prefix of it and can always be made to: what a failed forward wrote lies beyond
 their lengths and is forgotten, and where a failure leaves one cache ahead of the other, both go back to what they have
-in common and read the rest again (`prefill`). So a failure costs time and one step down (`memory_ladder`),
-never a token.
+in common and read the rest again (`prefill`). So a failure costs time and one step down, never a token:
 
-    reading, draft, verify     nothing was accepted yet: what was written in this round is taken back, and tried again
-    everything after           the round's tokens are in the text and stay there: the caches catch up with it
+    free             workspaces, graphs and what the allocator keeps back; once for each stage
+    chunk            less of the prompt per forward, where it is read
+    drop             no drafts for the rest of the call: one token per forward over the same cache
+
+What was written in a round before anything was accepted is taken back, and tried again; from then on the round's tokens
+stay in the text, and the caches catch up with it.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
+from enum import Enum
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..errors import OutOfMemoryError, UnsupportedGenerationError, first_line
+from ..errors import OutOfMemoryError, UnsupportedGenerationError, first_line, is_callers
 from ..memory.apply_plan import run_ledger
 from ..memory.ledger import MemorySettings
 from .carried_cache import CarriedCache
-from .decoder import SpeculativeDecoder
-from .memory_ladder import SMALLEST_CHUNK, FallbackStep, MemoryLadder, Stage, give_back_memory, is_out_of_memory
+from .decoder import SpeculativeDecoder, Stage
 from .pair import Pair
-from .text import Snapshot
 
 logger = logging.getLogger(__name__)
 
-BEFORE_WRITING = (Stage.PREFILL, Stage.DRAFT, Stage.VERIFY)
+SMALLEST_CHUNK, CHUNK_DIVISOR = 32, 4
+"""A chunk that failed may have cost a long read: four times smaller at once, and below 32 tokens nothing is saved."""
+
 NOT_HANDED_OVER = "cache for the next turn given up"
+
+
+class FallbackStep(Enum):
+    """One thing to give up. The value is what `stats.memory_steps` counts it as."""
+
+    FREE = "workspaces freed"
+    CHUNK = "prefill chunk cut"
+    DROP = "drafting stopped"
 
 
 class RecoveringDecoder:
@@ -43,13 +57,13 @@ class RecoveringDecoder:
 
     def __init__(self, decoder: SpeculativeDecoder):
         self.decoder, self.request, self.sequences = decoder, decoder.request, decoder.sequences
-        self.ladder = MemoryLadder(decoder.largest.depth > 0, decoder.chunk)
+        self._freed: set[Stage] = set()  # what comes back there will come back again
         self._held_rows = list(decoder.rows)  # rows the caches held when the running action began
-        self._snapshot: Snapshot = self.sequences.snapshot()
+        self._snapshot = self.sequences.snapshot()
         self._is_stale = False  # the caches cannot be brought back to any prefix of the text
 
     def run(self) -> Tensor:
-        """As `SpeculativeDecoder.run`, within the decoder's `borrowing`.
+        """Write until every row must stop, within the decoder's `borrowing`. Returns `(B, L + n)` ids.
 
         Raises:
             OutOfMemoryError: nothing is left to give up.
@@ -83,31 +97,36 @@ class RecoveringDecoder:
     def _step_down(self, cause: Exception) -> Callable[[], None]:
         """Give something up, bring text and caches in order, and return what to do next."""
         decoder, stage = self.decoder, self.decoder.stage
-        if stage is Stage.PREFILL and decoder.reading is not None:  # what was read may be less than a chunk
-            longest = max(decoder.reading.to_read)
-            self.ladder.chunk = min(decoder.chunk, longest)
-        step = self.ladder.step_down(stage)
+        step = self._give_up()
         if step is None:
             raise OutOfMemoryError(self._exhausted_message(cause)) from cause
-        self._give_up(step)
+        self._free()
         self._report(step, cause)
-        if stage in BEFORE_WRITING:
-            self.sequences.restore(self._snapshot)
-        else:
+        if stage is Stage.COMMIT:
             self._snapshot = self.sequences.snapshot()
+        else:
+            self.sequences.restore(self._snapshot)
         if stage in (Stage.DRAFT, Stage.VERIFY) and not self._is_stale:
             decoder.caches.forget_round()
             return decoder.step
         self._is_stale = self._is_stale or not self._return_to_common_prefix()
         return self._read_text
 
-    def _give_up(self, step: FallbackStep) -> None:
-        decoder = self.decoder
-        if step is FallbackStep.DROP:
+    def _give_up(self) -> FallbackStep | None:
+        """Take the next step for a failure at this stage; `None` when nothing that helps there is left."""
+        decoder, stage = self.decoder, self.decoder.stage
+        if stage not in self._freed:
+            self._freed.add(stage)
+            return FallbackStep.FREE
+        if stage is Stage.PREFILL:  # what was read may be less than a chunk
+            chunk = decoder.chunk if decoder.reading is None else min(decoder.chunk, max(decoder.reading.to_read))
+            if (smaller := max(chunk // CHUNK_DIVISOR, SMALLEST_CHUNK)) < chunk:
+                decoder.chunk = smaller
+                return FallbackStep.CHUNK
+        if decoder.largest.depth > 0:
             decoder.caches.drafter, decoder.largest = None, decoder.largest.cut_to(0)
-        elif step is FallbackStep.CHUNK:
-            decoder.chunk = self.ladder.chunk
-        self._free()
+            return FallbackStep.DROP
+        return None
 
     def _free(self) -> None:
         """Let graphs, which own memory of their own, and workspaces go."""
@@ -122,26 +141,26 @@ class RecoveringDecoder:
         give_back_memory(self.sequences.prompts.device)
 
     def _report(self, step: FallbackStep, cause: Exception) -> None:
-        steps = self.request.stats.memory_steps
-        steps[step.value] = steps.get(step.value, 0) + 1
-        left = f" to {self.ladder.chunk} tokens" if step is FallbackStep.CHUNK else ""
+        self._count(step.value)
+        left = f" to {self.decoder.chunk} tokens" if step is FallbackStep.CHUNK else ""
+        where, why = self.decoder.stage.value, first_line(cause)[:160]
         logger.warning(
-            "eagle31: memory ran out at %s (%s): %s%s; the text goes on unchanged",
-            self.decoder.stage.value,
-            first_line(cause)[:160],
-            step.value,
-            left,
+            "eagle31: memory ran out at %s (%s): %s%s; the text goes on unchanged", where, why, step.value, left
         )
+
+    def _count(self, step: str) -> None:
+        steps = self.request.stats.memory_steps
+        steps[step] = steps.get(step, 0) + 1
 
     def _exhausted_message(self, cause: Exception) -> str:
         steps = ", ".join(f"{what} {n}x" for what, n in self.request.stats.memory_steps.items()) or "none"
         written = sum(len(new) for new in self.sequences.new)
-        rows, length = self.sequences.batch_size, self.sequences.rules.max_length
+        rows, length, largest = self.sequences.batch_size, self.sequences.rules.max_length, self.decoder.largest
         settings = MemorySettings(
             context=self.request.start.before_prompts + length,
             batch=rows,
-            draft_tokens=self.decoder.largest.depth,
-            tree_size=self.decoder.largest.nodes if self.decoder.largest.is_tree else None,
+            draft_tokens=largest.depth,
+            tree_size=largest.nodes if largest.is_tree else None,
             prefill_chunk=self.decoder.chunk,
             cache_type=self.request.stats.cache_type,
         )
@@ -205,12 +224,15 @@ class RecoveringDecoder:
                 self.sequences.text(row, self.request.start.skip)[length - of_target :]
                 for row, length in zip(decoder.rows, decoder.caches.target.lengths, strict=True)
             ]
-            unread = 1 if self._has_begun else 0
-            reading = decoder.read(texts, unread=unread)
-            if unread:
-                self._part_with_ended_rows()
-            else:
-                decoder.first_token(reading)
+            if not self._has_begun:
+                return decoder.first_token(decoder.read(texts, unread=0))
+            decoder.read(texts, unread=1)
+            decoder.stage = Stage.COMMIT
+            staying = decoder.unfinished_rows()
+            if not staying:
+                decoder.rows = []
+            elif len(staying) < len(decoder.rows):
+                decoder.drop_rows(staying)
 
     def _start_again(self) -> None:
         """Fresh caches for the rows whose caches are still needed, holding what the turn began with."""
@@ -223,20 +245,11 @@ class RecoveringDecoder:
         start.load(decoder.caches.target, decoder.caches.drafter)
         decoder.rows, self._held_rows, self._is_stale = needed, list(needed), False
 
-    def _part_with_ended_rows(self) -> None:
-        decoder = self.decoder
-        decoder.stage = Stage.COMMIT
-        staying = decoder.unfinished_rows()
-        if not staying:
-            decoder.rows = []
-        elif len(staying) < len(decoder.rows):
-            decoder.drop_rows(staying)
-
     # --- the next turn -------------------------------------------------------------------------------------------
 
     def keep_for_next_turn(self, carried: CarriedCache, sequences: Tensor) -> DynamicCache | None:
         """`carried.close`, tried twice where memory runs out: the text is written, and is not lost to its cache."""
-        caches, steps = self.decoder.caches, self.request.stats.memory_steps
+        caches = self.decoder.caches
         for _ in range(2):
             try:
                 session = caches.drafter
@@ -248,6 +261,38 @@ class RecoveringDecoder:
                     raise
             caches.drafter = None  # what it has read may be more than it has noted
             give_back_memory(sequences.device)
-        steps[NOT_HANDED_OVER] = steps.get(NOT_HANDED_OVER, 0) + 1
+        self._count(NOT_HANDED_OVER)
         logger.warning("eagle31: memory ran out while the cache was handed back: %s, it is empty", NOT_HANDED_OVER)
         return None
+
+
+# --- recognising ------------------------------------------------------------------------------------------------------
+
+# CUDA has an exception of its own; Metal and main memory have not, and CUDA's libraries word it their own way.
+_WORDINGS = (
+    "out of memory",  # "CUDA out of memory", "MPS backend out of memory", "HIP out of memory", "CUDA error: ..."
+    "can't allocate memory",  # DefaultCPUAllocator on Linux and macOS
+    "not enough memory",  # DefaultCPUAllocator on Windows
+    "cublas_status_alloc_failed",
+    "cusolver_status_alloc_failed",
+    "invalid buffer size",  # Metal: one buffer larger than it lends
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this says that memory ran out, on CUDA, Metal or a CPU, in our code; nothing else may be taken for it."""
+    if is_callers(error):
+        return False
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    said = str(error).lower()
+    return isinstance(error, RuntimeError) and any(wording in said for wording in _WORDINGS)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Let go of what nothing refers to: reference cycles, and blocks the allocator keeps back for later."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()

@@ -1,4 +1,4 @@
-"""The way down as data, what counts as running out of memory, and advice on the allocator."""
+"""What counts as running out of memory, and advice on the allocator."""
 
 from __future__ import annotations
 
@@ -7,57 +7,11 @@ import platform
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from eagle31_hf.loop.memory_ladder import SMALLEST_CHUNK, FallbackStep, MemoryLadder, Stage, is_out_of_memory
+from eagle31_hf.loop.survive import is_out_of_memory
 from eagle31_hf.memory import allocator
 from eagle31_hf.memory.allocator import allocator_advice
 from eagle31_hf.memory.cards import driver_spills
-
-LADDERS = st.builds(MemoryLadder, drafts=st.booleans(), chunk=st.integers(1, 8192))
-
-
-def way_down(ladder: MemoryLadder, stage: Stage) -> list[FallbackStep]:
-    taken: list[FallbackStep] = []
-    while (step := ladder.step_down(stage)) is not None:
-        taken.append(step)
-        assert len(taken) < 100
-    return taken
-
-
-@given(LADDERS, st.sampled_from(Stage))
-def test_every_way_ends_and_keeps_its_order(ladder: MemoryLadder, stage: Stage) -> None:
-    drafts = ladder.drafts
-    taken = way_down(ladder, stage)
-    assert taken == sorted(taken, key=[*FallbackStep].index)
-    assert taken.count(FallbackStep.FREE) == 1
-    assert taken.count(FallbackStep.DROP) == drafts
-    assert stage is Stage.PREFILL or FallbackStep.CHUNK not in taken
-
-
-@given(LADDERS, st.lists(st.sampled_from(Stage), max_size=200))
-def test_nothing_is_given_up_twice_or_given_back(ladder: MemoryLadder, stages: list[Stage]) -> None:
-    for stage in stages:
-        before = ladder.drafts, ladder.chunk
-        step = ladder.step_down(stage)
-        assert ladder.drafts <= before[0]
-        assert ladder.chunk <= before[1]
-        assert ((ladder.drafts, ladder.chunk) == before) == (step in (None, FallbackStep.FREE))
-
-
-def test_chunks_are_cut_down_to_the_smallest_and_no_further() -> None:
-    ladder, chunks = MemoryLadder(drafts=True, chunk=2048), []
-    while ladder.step_down(Stage.PREFILL) is not FallbackStep.DROP:
-        chunks.append(ladder.chunk)
-    assert chunks == [2048, 512, 128, SMALLEST_CHUNK]
-
-
-def test_workspaces_are_freed_once_per_stage() -> None:
-    ladder = MemoryLadder(drafts=True, chunk=512)
-    assert [ladder.step_down(stage) for stage in (Stage.PREFILL, Stage.VERIFY, Stage.PREFILL, Stage.VERIFY)] == [
-        FallbackStep.FREE, FallbackStep.FREE, FallbackStep.CHUNK, FallbackStep.DROP,
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
