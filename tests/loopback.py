@@ -15,7 +15,7 @@ import torch
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.serving.app import HttpServer, ServerSettings, make_app
 from eagle31_hf.serving.engine import Engine, EngineSettings
-from eagle31_hf.serving.text import encode_chat
+from eagle31_hf.texts.chats import encode_chat
 
 MODEL = "demo"
 SIZES = EngineSettings(max_rows=4, context=512, max_waiting=32, prefill_chunk=32)

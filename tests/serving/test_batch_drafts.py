@@ -12,7 +12,8 @@ from eagle31_hf.drafting.planner import SHORTEST_REST, VAIN_ROUNDS
 from eagle31_hf.loop.drafting import batch_shape
 from eagle31_hf.serving.batch import Batch, BatchDrafts
 from eagle31_hf.serving.rows import Row
-from eagle31_hf.serving.text import Request, Sampling, Writer, encode_chat
+from eagle31_hf.serving.text import Request, Sampling, Writer
+from eagle31_hf.texts.chats import encode_chat
 from helpers import configured
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from eagle31_hf.serving.engine import Engine
-from eagle31_hf.serving.text import Request, Sampling, encode_chat
+from eagle31_hf.serving.text import Request, Sampling
+from eagle31_hf.texts.chats import encode_chat
 from loopback import MESSAGES, SIZES
 
 LENGTH = 64

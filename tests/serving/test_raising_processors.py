@@ -11,7 +11,8 @@ from transformers import LogitsProcessor
 
 from eagle31_hf.serving import rows
 from eagle31_hf.serving.engine import Engine
-from eagle31_hf.serving.text import Sampling, encode_chat
+from eagle31_hf.serving.text import Sampling
+from eagle31_hf.texts.chats import encode_chat
 from loopback import MESSAGES, SIZES
 
 BEYOND = 10**6

@@ -12,7 +12,8 @@ from batches import chosen
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.rows import Row
-from eagle31_hf.serving.text import Request, Sampling, Writer, encode_chat
+from eagle31_hf.serving.text import Request, Sampling, Writer
+from eagle31_hf.texts.chats import encode_chat
 from helpers import configured, seeded
 
 LENGTH = 5

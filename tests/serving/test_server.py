@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagle31_hf.demo import CONVERSATIONS
-from eagle31_hf.serving.text import encode_chat
+from eagle31_hf.texts.chats import encode_chat
 from loopback import MESSAGES, MODEL, QUESTION, chat
 
 # --- the same text ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from batches import text_of, write_all
 from eagle31_hf import NoDrafter
 from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.session import ChatSession
-from eagle31_hf.serving.text import Sampling, encode_chat
+from eagle31_hf.serving.text import Sampling
+from eagle31_hf.texts.chats import encode_chat
 from helpers import seeded
 from loopback import LoadedPair, chat, serving
 

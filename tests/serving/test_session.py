@@ -10,7 +10,7 @@ from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generate import routes
 from eagle31_hf.serving.session import ChatSession
-from eagle31_hf.serving.text import encode_chat
+from eagle31_hf.texts.chats import encode_chat
 from helpers import GROUPED, random_drafter, random_target
 
 USER_TURNS = [message["content"] for message in CONVERSATIONS[0] if message["role"] == "user"]

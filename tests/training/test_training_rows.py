@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import TrainingError
+from eagle31_hf.texts.chats import encode_chat
 from eagle31_hf.texts.rows import Conversation, conversation_from_row
 from eagle31_hf.training.measure import evaluation_prompts
 from eagle31_hf.training.preparation import Preparation, resolve
@@ -86,9 +87,9 @@ def test_tools_may_be_json_text(tool_tokenizer) -> None:
 
 
 def test_a_rows_tokens_are_those_that_serving_sends(tool_tokenizer) -> None:
-    bodies, text = pytest.importorskip("eagle31_hf.serving.bodies"), pytest.importorskip("eagle31_hf.serving.text")
+    bodies = pytest.importorskip("eagle31_hf.serving.bodies")
     body = bodies.parse_chat({**TOOL_ROW, "model": "m", "messages": TOOL_ROW["messages"][:3]})
-    sent = text.encode_chat(tool_tokenizer, body.for_template, tools=body.offered, **body.chat_template_kwargs)
+    sent = encode_chat(tool_tokenizer, body.for_template, tools=body.offered, **body.chat_template_kwargs)
     ids, mask = render(tool_tokenizer, row(**TOOL_ROW))
     assert ids[: len(sent)] == sent
     assert not mask[len(sent) - 1]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from ..errors import ConfigurationError
+from ..texts.chats import encode_chat, is_read, is_reserved
 from .answers import ends_in_thought
 from .api_errors import ApiError
 from .bodies import DEFAULT_COMPLETION_TOKENS, Body, ChatBody, CompletionBody, Constraint
 from .engine import Engine, TooLongError
 from .forms import call_grammar
 from .grammar import Grammar, GrammarCompiler, OpenThought
-from .text import Request, Sampling, encode_chat, is_read, why_not_set
+from .text import Request, Sampling
 
 
 class Translator:
@@ -28,9 +29,9 @@ class Translator:
 
     def of_chat(self, body: ChatBody) -> list[Request]:
         """The texts of a chat, one per choice."""
-        read, _ = self._template_kwargs(body)
         try:
-            prompt = encode_chat(self._tokenizer, body.for_template, tools=body.offered, **read)
+            kwargs, _ = self._template_kwargs(body)
+            prompt = encode_chat(self._tokenizer, body.for_template, tools=body.offered, **kwargs)
         except ConfigurationError as error:
             raise ApiError(str(error), param="tools" if "tools" in str(error) else "messages") from error
         form, grammar = self._engine.form, self._grammar(body.constraint)
@@ -53,20 +54,20 @@ class Translator:
 
     def ignored(self, body: Body) -> list[str]:
         """Fields of a body that change nothing: they are not read, here or by the chat template."""
-        return body.ignored + (self._template_kwargs(body)[1] if isinstance(body, ChatBody) else [])
+        unread = sorted(body.model_extra or {})
+        return unread + (self._template_kwargs(body)[1] if isinstance(body, ChatBody) else [])
 
     def _template_kwargs(self, body: ChatBody) -> tuple[dict[str, Any], list[str]]:
         """Variables that the chat template reads, and the fields of the others."""
-        for name in body.chat_template_kwargs:
-            if why := why_not_set(self._tokenizer, name):
-                raise ApiError(f"chat_template_kwargs: {why}", param="chat_template_kwargs", code="invalid_value")
-        fields = {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs}
-        values = dict(body.chat_template_kwargs)
+        values = {f"chat_template_kwargs.{name}": (name, value) for name, value in body.chat_template_kwargs.items()}
+        for name, _ in values.values():
+            if is_reserved(self._tokenizer, name):
+                message = f"chat_template_kwargs: {name!r} is the server's own to set; leave it out"
+                raise ApiError(message, param="chat_template_kwargs", code="invalid_value")
         if body.reasoning_effort is not None:
-            values["reasoning_effort"] = body.reasoning_effort
-            fields["reasoning_effort"] = "reasoning_effort"
-        read = {name: value for name, value in values.items() if is_read(self._tokenizer, name)}
-        return read, [field for name, field in fields.items() if name not in read]
+            values["reasoning_effort"] = "reasoning_effort", body.reasoning_effort
+        unread = [field for field, (name, _) in values.items() if not is_read(self._tokenizer, name)]
+        return dict(values[field] for field in values if field not in unread), unread
 
     def _choices(
         self, prompt: Sequence[int], body: Body, grammar: Grammar | None, default_tokens: int | None = None
@@ -116,15 +117,7 @@ class Translator:
 
 def _sampling(body: Body, choice: int) -> Sampling:
     """Several choices of one seed are several texts."""
-    return Sampling(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=None if body.top_k is None else max(body.top_k, 0),
-        min_p=body.min_p,
-        typical_p=body.typical_p,
-        seed=None if body.seed in (None, -1) else body.seed + choice,  # -1: any, as other servers have it
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        logit_bias=body.logit_bias,
-    )
+    sampling = Sampling(**{field.name: getattr(body, field.name) for field in fields(Sampling)})
+    top_k = None if body.top_k is None else max(body.top_k, 0)
+    seed = None if body.seed in (None, -1) else body.seed + choice  # -1: any, as other servers have it
+    return replace(sampling, top_k=top_k, seed=seed)

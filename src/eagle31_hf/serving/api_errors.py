@@ -44,7 +44,7 @@ _TAGS = {"str", "int", "float", "bool", "dict", "list", "constrained-str", "cons
 def from_validation(error: ValidationError) -> ApiError:
     """What a body's first wrong field is told: of several types that were tried the one that got farthest."""
     found = error.errors(include_url=False, include_context=False)
-    first = max(found, key=lambda each: (len(_path(each["loc"])), not each["type"].endswith("_type")))
+    first = max(found, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     path = _path(first["loc"])
     if first["type"] == "missing":
         hint = "; GET /v1/models names what is served here" if path == "model" else ""

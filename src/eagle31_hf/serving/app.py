@@ -189,7 +189,7 @@ class _Server:
         run = _Run(self, texts)
         run.start()
         if body.stream:
-            pieces = self._stream(request, run, writer, body.include_usage)
+            pieces = self._stream(request, run, writer, bool(body.stream_options.include_usage))
             return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
         try:
             await _while_connected(request, self._collect(run, writer))

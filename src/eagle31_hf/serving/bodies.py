@@ -1,22 +1,30 @@
 """Request bodies: the fields of OpenAI's API, and of servers like it, that are read here.
 
-A field that is not read is ignored and named (`Body.ignored`), unless it would change the text (`REFUSED`).
+A field that is not read is ignored and named, unless it would change the text (`REFUSED`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from ..errors import removal
+from ..texts.rows import Message
 from .api_errors import ApiError, from_validation
-from .text import Message
 
 MAX_CHOICES, MAX_STOPS, MAX_TOP_LOGPROBS = 16, 16, 20
 MAX_TOKEN_LIST = 4096
@@ -37,11 +45,6 @@ def _no_extreme(temperature: float) -> float:
     return temperature
 
 
-TokenId = Annotated[int, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1)]
-Schema = dict[str, Any]
-
-
 @dataclass(frozen=True)
 class Constraint:
     """What a text has to follow, by which field of the request."""
@@ -54,13 +57,33 @@ class Constraint:
 # --- parts of bodies --------------------------------------------------------------------------------------------------
 
 
+def _object_of(value: Any) -> Any:
+    """An object, which some clients write as JSON."""
+    return from_json(value or "{}") if value is None or isinstance(value, str) else value
+
+
+def _text_of(content: Any) -> Any:
+    """The text of a message's parts, as one."""
+    if not isinstance(content, list):
+        return "" if content is None else content
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        raise ValueError("only parts of type text are served")
+    return "".join(part.get("text") or "" for part in content)
+
+
+TokenId = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Schema = dict[str, Any]
+WrittenObject = Annotated[Schema, BeforeValidator(_object_of)]
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
 class CalledFunction(_Part):
     name: str
-    arguments: Schema | str | None = None
+    arguments: WrittenObject = Field(default_factory=dict)
 
 
 class Call(_Part):
@@ -70,51 +93,23 @@ class Call(_Part):
     id: str | None = None
     function: CalledFunction
 
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates take it: arguments as an object."""
-        arguments: Any = self.function.arguments
-        if not isinstance(arguments, dict):
-            arguments = json.loads(arguments or "{}")
-        shown = self.model_dump(exclude_none=True)
-        return shown | {"function": shown["function"] | {"arguments": arguments}}
 
-
-class ContentPart(_Part):
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(_Part):
+class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: Annotated[str, BeforeValidator(_text_of)] = ""
     name: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None
+    reasoning: str | None = Field(None, exclude=True)
 
-    def for_template(self, index: int) -> Message:
-        """As chat templates take it: text as one string."""
-        message: Message = {"role": "system" if self.role == "developer" else self.role, "content": self._text(index)}
-        try:
-            calls = [call.for_template() for call in self.tool_calls or ()]
-        except ValueError as error:
-            param = f"messages[{index}].tool_calls"
-            raise ApiError(f"{param}: the arguments of a call are no JSON: {error}", param=param) from error
-        thought = self.reasoning_content or self.reasoning
-        fields = {"tool_calls": calls, "name": self.name, "tool_call_id": self.tool_call_id}
-        return message | {name: value for name, value in fields.items() if value} | (
-            {"reasoning_content": thought} if thought else {}
-        )  # fmt: skip
-
-    def _text(self, index: int) -> str:
-        if not isinstance(self.content, list):
-            return self.content or ""
-        kinds = {part.type for part in self.content} - {"text"}
-        if kinds:
-            param = f"messages[{index}].content"
-            raise ApiError(f"{param} has parts of type {', '.join(sorted(kinds))}; only text is served", param=param)
-        return "".join(part.text or "" for part in self.content)
+    @property
+    def for_template(self) -> Message:
+        """As chat templates take it."""
+        fields = self.model_dump(exclude_none=True)
+        fields["role"] = "system" if self.role == "developer" else self.role
+        fields["reasoning_content"] = self.reasoning_content or self.reasoning
+        return {name: value for name, value in fields.items() if value or name == "content"}
 
 
 class ToolFunction(_Part):
@@ -137,16 +132,6 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
-class AllowedTools(BaseModel):
-    mode: Literal["auto", "required"] = "auto"
-    tools: list[NamedTool] = Field(min_length=1)
-
-
-class AllowedChoice(BaseModel):
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
-
-
 class JsonSchema(_Part):
     schema_: Schema = Field(alias="schema")
 
@@ -158,14 +143,13 @@ class ResponseFormat(_Part):
 
     @property
     def constraint(self) -> Constraint | None:
-        field = "response_format"
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return Constraint("json", self.schema_ or {"type": "object"}, field)
+            return Constraint("json", self.schema_ or {"type": "object"}, "response_format")
         if self.json_schema is None:
-            raise ApiError(f"{field}.json_schema has no schema", param=field)
-        return Constraint("json", self.json_schema.schema_, field)
+            raise ApiError("response_format.json_schema has no schema", param="response_format")
+        return Constraint("json", self.json_schema.schema_, "response_format")
 
 
 class Structured(BaseModel):
@@ -173,7 +157,7 @@ class Structured(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    json_: Schema | str | None = Field(None, alias="json")
+    json_: WrittenObject | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[Text] | None = None
     grammar: str | None = None
@@ -189,26 +173,11 @@ class Structured(BaseModel):
 
     @property
     def constraints(self) -> list[Constraint]:
-        values = {"json": self._schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
-        found = [
-            Constraint(kind, value, f"structured_outputs.{kind}")
-            for kind, value in values.items()
-            if value or value == {}  # a schema that says nothing asks for any JSON
-        ]
-        if self.json_object:
-            found.append(Constraint("json", {"type": "object"}, "structured_outputs.json_object"))
-        return found
-
-    @property
-    def _schema(self) -> Schema | None:
-        if not isinstance(self.json_, str):
-            return self.json_
-        try:
-            schema = json.loads(self.json_ or "null")
-        except ValueError as error:
-            field = "structured_outputs.json"
-            raise ApiError(f"{field} is no JSON: {error}", param=field) from error
-        return schema
+        """What it asks for; a schema that says nothing asks for any JSON."""
+        asked = self.model_dump(exclude_none=True, by_alias=True)
+        if asked.pop("json_object", False):
+            asked.setdefault("json", {"type": "object"})
+        return [Constraint(kind, value, f"structured_outputs.{kind}") for kind, value in asked.items()]
 
 
 class StreamOptions(BaseModel):
@@ -293,17 +262,8 @@ class Body(BaseModel):
     structured_outputs: Structured = Field(default_factory=lambda: Structured.model_validate({}))
 
     @property
-    def ignored(self) -> list[str]:
-        """Fields that are not read."""
-        return sorted(self.model_extra or {})
-
-    @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options.include_usage)
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -314,17 +274,17 @@ class Body(BaseModel):
         """How many to tell beside each token's log-probability; `None`: no log-probabilities."""
         raise NotImplementedError
 
+    @property
     def _constraints(self) -> list[Constraint]:
         return self.structured_outputs.constraints
 
     @cached_property
     def constraint(self) -> Constraint | None:
         """What the text has to follow, whichever field says so."""
-        found = self._constraints()
-        if len(found) > 1:
-            fields = " and ".join(each.field for each in found)
-            raise ApiError(f"got {fields}; a text can follow one of them: leave the others out", param=found[1].field)
-        return found[0] if found else None
+        if len(asked := self._constraints) > 1:
+            fields = " and ".join(each.field for each in asked)
+            raise ApiError(f"got {fields}; a text can follow one of them: leave the others out", param=asked[-1].field)
+        return asked[0] if asked else None
 
     def check(self) -> None:
         """Refuse fields that contradict each other."""
@@ -336,7 +296,7 @@ class ChatBody(Body):
 
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: StrictBool = True
     response_format: ResponseFormat | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -353,19 +313,15 @@ class ChatBody(Body):
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @cached_property
+    @property
     def for_template(self) -> list[Message]:
         """The messages as chat templates take them."""
-        return [message.for_template(index) for index, message in enumerate(self.messages)]
+        return [message.for_template for message in self.messages]
 
     @property
     def offered(self) -> list[dict[str, Any]]:
         """Tools that the model is shown and may call."""
-        if self.tool_choice == "none":
-            return []
-        names = self._allowed if isinstance(self.tool_choice, AllowedChoice) else None
-        tools = [tool for tool in self.tools if names is None or tool.function.name in names]
-        return [tool.model_dump(exclude_none=True) for tool in tools]
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     @property
     def forced(self) -> list[dict[str, Any]]:
@@ -373,42 +329,23 @@ class ChatBody(Body):
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
             return [tool for tool in self.offered if tool["function"]["name"] == choice.function.name]
-        requires = isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required"
-        return self.offered if choice == "required" or requires else []
+        return self.offered if choice == "required" else []
 
     @property
-    def _allowed(self) -> list[str]:
-        assert isinstance(self.tool_choice, AllowedChoice)
-        return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
-
     def _constraints(self) -> list[Constraint]:
-        asked = self.response_format.constraint if self.response_format else None
-        found = ([asked] if asked else []) + super()._constraints()
-        if not self.forced:
-            return found
-        if found:
-            raise ApiError(
-                f"tool_choice forces a call, which has a grammar of its own, and {found[0].field} asks for another; "
-                "leave one of them out",
-                param="tool_choice",
-            )
-        return [Constraint("call", self.forced, "tool_choice")]
+        formats = [self.response_format.constraint] if self.response_format else []
+        calls = [Constraint("call", self.forced, "tool_choice")] if self.forced else []
+        return [each for each in formats if each] + super()._constraints + calls
 
     def check(self) -> None:
-        self._check_tool_choice()
-        super().check()
-        _ = self.for_template
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError("top_logprobs is given without logprobs: true", param="top_logprobs")
-
-    def _check_tool_choice(self) -> None:
         choice, names = self.tool_choice, [tool.function.name for tool in self.tools]
         if not names and choice not in ("none", "auto"):
             raise ApiError("tool_choice is given without tools", param="tool_choice")
-        named = [choice.function.name] if isinstance(choice, NamedTool) else []
-        for name in self._allowed if isinstance(choice, AllowedChoice) else named:
-            if name not in names:
-                raise ApiError(f"tool_choice names {name!r}; the tools are {', '.join(names)}", param="tool_choice")
+        if isinstance(choice, NamedTool) and (name := choice.function.name) not in names:
+            raise ApiError(f"tool_choice names {name!r}; the tools are {', '.join(names)}", param="tool_choice")
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError("top_logprobs is given without logprobs: true", param="top_logprobs")
 
 
 class CompletionBody(Body):

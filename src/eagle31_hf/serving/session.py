@@ -23,9 +23,11 @@ from ..loop.drafting import draft_shape
 from ..stats import SpeculationStats
 from ..targets.cache_argument import CACHE_ARGUMENT
 from ..targets.served_processing import sampling_options
+from ..texts.chats import encode_chat
+from ..texts.rows import Message
 from .answers import AnswerParser, AnswerPart
 from .forms import form_of
-from .text import IncrementalDecoder, Message, encode_chat
+from .text import IncrementalDecoder
 
 __all__ = ["Answer", "ChatSession", "Piece"]
 

@@ -1,26 +1,18 @@
-"""Prompts in and texts out: requests, chats as token ids, tokens as whole characters, stop strings. Without torch."""
+"""Requests, and texts as they are written: tokens as whole characters, stop strings. Without torch."""
 
 from __future__ import annotations
 
-import inspect
-import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
-
-from ..errors import ConfigurationError
 
 PROMPT_TAIL = 64
 """Tokens of a prompt that are decoded with the first of its text: enough that one of them is no special token."""
 
 LONGEST_CHARACTER = 4
 """Tokens that a character may be spread over: a byte each."""
-
-# --- requests and events ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -33,7 +25,6 @@ class Sampling:
         top_k: 0 for all.
         logit_bias: added to the scores of these ids.
         presence_penalty, frequency_penalty: taken off the scores of tokens written so far, once or per occurrence.
-        repetition_penalty: divides (multiplies, if negative) the scores of all tokens seen, prompt included.
     """
 
     temperature: float | None = None
@@ -142,87 +133,6 @@ class Event:
 OnEvent = Callable[[Event], None]
 
 
-# --- prompts ----------------------------------------------------------------------------------------------------------
-
-Message = dict[str, Any]
-
-
-def encode_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[dict[str, Any]] | None = None,
-    **template_options: Any,
-) -> list[int]:
-    """Token ids of a chat, by the target's own template, up to where the answer begins.
-
-    Without a chat template (a base model) the contents are joined by line ends, as they are.
-
-    Args:
-        tools: JSON schemas of functions the model may call.
-        template_options: variables of the template beside these, e.g. `enable_thinking=False`; those that it does not
-            read, and arguments of the tokenizer (`why_not_set`), are refused.
-    """
-    for number, message in enumerate(messages):
-        if half := half_character(message):
-            raise ConfigurationError(
-                f"message {number} holds {half!a}, which is no character; wanted text in the encoding of the terminal, "
-                "or UTF-8"
-            )
-    for name in template_options:
-        if why := why_not_set(tokenizer, name):
-            raise ConfigurationError(why)
-        if not is_read(tokenizer, name):
-            raise ConfigurationError(f"this model's chat template does not read {name!r}; leave it out")
-    template = tokenizer.chat_template
-    if not template:
-        return _without_template(tokenizer, messages, tools)
-    if tools and not (isinstance(template, dict) and "tool_use" in template) and "tools" not in str(template):
-        raise ConfigurationError(
-            "this model's chat template has no place for tools; leave tools out, or give a template that has "
-            "(--chat-template)"
-        )
-    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, **template_options}
-    try:
-        return tokenizer.apply_chat_template(list(messages), tools=list(tools) if tools else None, **options)  # type: ignore[return-value]
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
-        raise ConfigurationError(f"this model's chat template refuses these messages: {error}") from error
-
-
-def half_character(value: Any) -> str:
-    """The first half of a pair of UTF-16 (of a text that was cut inside an emoji, or could not be decoded) in what JSON
-    can hold, which no tokenizer takes; empty if there is none."""
-    try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        return str(error.object[error.start])
-    return ""
-
-
-def _without_template(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
-) -> list[int]:
-    roles = {message["role"] for message in messages}
-    if tools or roles - {"user"}:
-        raise ConfigurationError(
-            f"this model has no chat template, so it knows no roles (got {', '.join(sorted(roles))}) and no tools; "
-            "pass the text as one prompt, or give a template (--chat-template)"
-        )
-    return tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
-
-
-def why_not_set(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
-    """Why a client may not set a variable of this name, so that no chat brings a template along; empty if it may."""
-    if name == "messages" or name in inspect.signature(tokenizer.apply_chat_template).parameters:
-        return f"{name!r} is the server's own to set; only variables that the chat template reads can be given"
-    return ""
-
-
-def is_read(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
-    """Whether the chat template reads a variable of this name."""
-    return name in re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template or ""))
-
-
 # --- tokens to text ---------------------------------------------------------------------------------------------------
 
 
@@ -248,7 +158,10 @@ class IncrementalDecoder:
     ):
         self._tokenizer = tokenizer
         self._skips = skip_special_tokens and not marks
-        self._hidden = special_ids(tokenizer) - marks if skip_special_tokens and marks else frozenset()
+        self._hidden = frozenset[int]()
+        if skip_special_tokens and marks:
+            added = {token for token, content in tokenizer.added_tokens_decoder.items() if content.special}
+            self._hidden = frozenset(added | set(tokenizer.all_special_ids)) - marks
         tail = list(prompt[-PROMPT_TAIL:])
         whole = len(tail) - self._unfinished(tail)
         self._context, self._waiting = tail[:whole], tail[whole:]  # given out already; not yet
@@ -287,25 +200,19 @@ class IncrementalDecoder:
         return str(self._tokenizer.decode(shown, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False))
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that `skip_special_tokens` leaves out."""
-    added = {token for token, content in tokenizer.added_tokens_decoder.items() if content.special}
-    return frozenset(added | set(tokenizer.all_special_ids))
-
-
 class TokenTexts:
     """What each token of a text adds to it, special tokens by their names, as vLLM tells it beside log-probabilities.
 
     A token that ends inside a character adds nothing, and the one that completes it all of it.
 
     Attributes:
+        of: the text of a token that may come next.
         length: characters told so far.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]):
         self._decoder = IncrementalDecoder(tokenizer, prompt=prompt, skip_special_tokens=False)
-        self.of = self._decoder.peek  # the text of a token that may come next
-        self.length = 0
+        self.of, self.length = self._decoder.peek, 0
 
     def add(self, token: int) -> str:
         """The text of the token that comes next."""
@@ -322,8 +229,7 @@ class StopScanner:
     """
 
     def __init__(self, stops: Sequence[str], *, keeps: bool = False):
-        self._stops, self._keeps = [stop for stop in stops if stop], keeps
-        self._held = ""
+        self._stops, self._keeps, self._held = stops, keeps, ""
         self.found = False
 
     def feed(self, text: str) -> str:
@@ -389,7 +295,6 @@ class Writer:
         return len(self.tokens) - before, shown
 
     def _append(self, token: int) -> str:
-        """Add one; the text that can be shown."""
         self.tokens.append(token)
         ends = token in self._end_ids and self._may_end
         shown = "" if ends and not self._request.keep_stop else self._scan(self._decoder.feed(token))

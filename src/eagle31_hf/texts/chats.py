@@ -1,0 +1,74 @@
+"""Chats as token ids, by a target's own chat template."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import ConfigurationError
+from .rows import Message
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    **template_options: Any,
+) -> list[int]:
+    """Token ids of a chat, by the target's own template, up to where the answer begins.
+
+    Without a chat template (a base model) the contents are joined by line ends, as they are.
+
+    Args:
+        tools: JSON schemas of functions the model may call.
+        template_options: variables of the template beside these, e.g. `enable_thinking=False`.
+    """
+    try:
+        json.dumps(list(messages), ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:  # half of an emoji, or what a terminal could not decode: tokenizers refuse it
+        raise ConfigurationError(
+            f"a message holds {error.object[error.start]!a}, which is no character; wanted text in the encoding of the "
+            "terminal, or UTF-8"
+        ) from error
+    template = tokenizer.chat_template
+    if not template:
+        return _without_template(tokenizer, messages, tools)
+    if tools and not (isinstance(template, dict) and "tool_use" in template) and "tools" not in str(template):
+        raise ConfigurationError(
+            "this model's chat template has no place for tools; leave tools out, or give a template that has "
+            "(--chat-template)"
+        )
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, **template_options}
+    try:
+        return tokenizer.apply_chat_template(list(messages), tools=list(tools) if tools else None, **options)  # type: ignore[return-value]
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
+        raise ConfigurationError(f"this model's chat template refuses these messages: {error}") from error
+
+
+def _without_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
+) -> list[int]:
+    roles = {message["role"] for message in messages}
+    if tools or roles - {"user"}:
+        raise ConfigurationError(
+            f"this model has no chat template, so it knows no roles (got {', '.join(sorted(roles))}) and no tools; "
+            "pass the text as one prompt, or give a template (--chat-template)"
+        )
+    return tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
+
+
+def is_reserved(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether a variable of this name is an argument of the tokenizer, so that no chat brings a template along."""
+    return name == "messages" or name in inspect.signature(tokenizer.apply_chat_template).parameters
+
+
+def is_read(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether the chat template reads a variable of this name."""
+    return name in re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template or ""))
