@@ -33,8 +33,7 @@ from eagle31_hf.graphs import captured
 from eagle31_hf.loop import decoder, drafting, kept_graphs
 from eagle31_hf.loop.choosing import RoundBatch
 from eagle31_hf.loop.round import Round
-from eagle31_hf.targets.binding import TargetBinding
-from eagle31_hf.targets.cache_argument import CACHE_ARGUMENT
+from eagle31_hf.targets.binding import CACHE_ARGUMENT, TargetBinding
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 MODELS = SHARED / "models"

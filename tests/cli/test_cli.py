@@ -12,7 +12,7 @@ from command_line import DRAFTER, PROMPT, TARGET, run
 
 from eagle31_hf.cli import generate, pairs, terminal
 from eagle31_hf.stats import Acceptance, SpeculationStats
-from eagle31_hf.targets.precision import quick_dtype
+from eagle31_hf.targets.devices import quick_dtype
 from helpers import configured, drafter_of, use_fixed_shapes_only
 
 # --- commands ---------------------------------------------------------------------------------------------------------

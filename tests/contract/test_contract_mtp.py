@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.targets.cache_argument import CACHE_ARGUMENT
+from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from helpers import VOCABULARY, configured, left_padded, oracle_drafts, seeded
 from mtp_targets import CONFIGS, FAMILIES, target_with_head
 

@@ -22,7 +22,7 @@ from eagle31_hf.cache import states
 from eagle31_hf.cache.placement import Placement
 from eagle31_hf.cache.state_tape import LastNodes
 from eagle31_hf.loop.carried_cache import BEFORE_THE_ANSWER
-from eagle31_hf.targets.cache_argument import CACHE_ARGUMENT, cache_argument
+from eagle31_hf.targets.binding import CACHE_ARGUMENT, cache_argument
 from families import RECURRENT_FAMILIES, SEEING_HYBRIDS, clamped_target, recurrent_target
 from helpers import VOCABULARY, configured, left_padded, oracle_drafts, random_drafter, seeded, switching_policies
 

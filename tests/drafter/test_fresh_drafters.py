@@ -17,7 +17,7 @@ from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
 from eagle31_hf.memory.activation_bytes import full_cache_bytes
 from eagle31_hf.memory.layer_sizes import sizes_by_layer, trained_context
 from eagle31_hf.memory.target_facts import read_target
-from eagle31_hf.targets.cache_argument import CACHE_ARGUMENT
+from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from eagle31_hf.training.settings import TrainingSettings
 from families import GEMMA_4, TEXT_FAMILIES
 from helpers import DEMO_DRAFTER, GROUPED, configured, left_padded, random_prompts, random_target

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.targets.cache_argument import CACHE_ARGUMENT
+from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from families import RECURRENT_FAMILIES, recurrent_target
 from helpers import (
     CONFIGS,

@@ -24,7 +24,7 @@ from eagle31_hf.graphs.graph_makers import GraphKey, Step
 from eagle31_hf.graphs.graphs import Graphs
 from eagle31_hf.graphs.settle import CompiledSettling
 from eagle31_hf.loop.pair import Pair
-from eagle31_hf.targets.cache_argument import CACHE_ARGUMENT
+from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from families import recurrent_target
 from helpers import VOCABULARY, configured, left_padded, oracle_drafts, random_drafter, seeded
 from recorder import Recorder, record_steps

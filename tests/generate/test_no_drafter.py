@@ -22,7 +22,7 @@ from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.text import Sequences
 from eagle31_hf.measure.bench import PLAIN, PLAIN_BY_GRAPHS, Bench, BenchSettings, Method, Task, Writer
 from eagle31_hf.measure.exactness import Kind
-from eagle31_hf.targets.cache_argument import CACHE_ARGUMENT
+from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from eagle31_hf.texts.prompts import Prompt
 from families import recurrent_target
 from helpers import (

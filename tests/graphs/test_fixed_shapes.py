@@ -25,8 +25,7 @@ from eagle31_hf.graphs.verify import CompiledVerification
 from eagle31_hf.loop.accept import Accepted
 from eagle31_hf.loop.choosing import RoundBatch
 from eagle31_hf.loop.pair import Pair, current_graphs
-from eagle31_hf.targets.binding import TargetOutput
-from eagle31_hf.targets.verify import Verification
+from eagle31_hf.targets.binding import TargetOutput, Verification
 from helpers import RoundWrapper, assert_same_or_tie, configured, left_padded, random_prompts, wrapped_rounds
 
 # --- buckets ----------------------------------------------------------------------------------------------------------

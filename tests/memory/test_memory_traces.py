@@ -45,7 +45,7 @@ from eagle31_hf.memory.ledger import DRAFTER_PREFILL, PREFILL, VERIFY, MemorySet
 from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.storage_counter import StorageCounter
 from eagle31_hf.memory.target_facts import decoder_shape, read_target
-from eagle31_hf.targets.cache_argument import CACHE_ARGUMENT
+from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from eagle31_hf.targets.grouped_attention import attending_grouped
 from helpers import configured, drafter_of, target_of
 

@@ -28,7 +28,7 @@ from eagle31_hf.memory.planner import plan_memory
 from eagle31_hf.memory.state_bytes import StateShape
 from eagle31_hf.memory.storage_counter import StorageCounter
 from eagle31_hf.memory.target_facts import read_target
-from eagle31_hf.targets.cache_argument import CACHE_ARGUMENT
+from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from eagle31_hf.targets.grouped_attention import attending_grouped
 from eagle31_hf.targets.mixers import Mixers
 from families import RECURRENT_FAMILIES, SEEING_HYBRIDS, recurrent_config, recurrent_target

@@ -11,11 +11,11 @@ from transformers import AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import target_path
+from eagle31_hf.sampling.logits_processing import sampling_options
 from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.rows import Row
 from eagle31_hf.serving.session import ChatSession
 from eagle31_hf.serving.text import Request, Sampling, Writer
-from eagle31_hf.targets.served_processing import sampling_options
 from eagle31_hf.texts.chats import encode_chat
 from helpers import configured, seeded
 from loopback import LoadedPair

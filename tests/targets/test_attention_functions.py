@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle31_hf.errors import UnsupportedGenerationError
 from eagle31_hf.serving.engine import EngineSettings, within_what_the_target_can
-from eagle31_hf.targets.attention_functions import why_attention_is_unknown
+from eagle31_hf.targets.grouped_attention import why_attention_is_unknown
 from helpers import CONFIGS, configured, left_padded, prompts_for, random_drafter, random_target
 
 

@@ -20,7 +20,7 @@ from ..measure.bench import FEWEST_NEW_TOKENS, Bench, BenchSettings, Measured, T
 from ..measure.origin import origin
 from ..measure.results import summarise
 from ..measure.tables import bench_notes, speed_table
-from ..targets.served_processing import sampling_options
+from ..sampling.logits_processing import sampling_options
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
 from .option_groups import expand_options

@@ -23,8 +23,8 @@ from ..generate.hooks import install
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import best_kind, one_card
 from ..memory.drafter_facts import OWN_HEAD
+from ..targets.devices import SHORT_NAMES
 from ..targets.loading import dtype_here, load_target, packing_config
-from ..targets.precision import SHORT_NAMES
 from ..texts.chats import encode_chat
 from .option_groups import option
 from .progress import waiting_for

@@ -10,7 +10,7 @@ import typer
 from ..generate.warm_up import warm_up
 from ..graphs.graph_makers import GraphKey
 from ..measure.origin import origin
-from ..targets.served_processing import sampling_options
+from ..sampling.logits_processing import sampling_options
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
 from .pairs import PairSource, load_pair

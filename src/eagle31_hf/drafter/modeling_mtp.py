@@ -23,7 +23,7 @@ from transformers import AutoModel, Cache
 
 from ..checkpoints.mtp import PACKED_MODULES
 from ..config import MtpConfig
-from ..targets.cache_argument import CACHE_ARGUMENT
+from ..targets.binding import CACHE_ARGUMENT
 from ..targets.grouped_attention import GROUPED
 from .modeling_eagle31 import AttendingCache, DrafterOutput, Eagle31Network, off_meta
 from .packed_linear import KeepsBufferDtypes

@@ -16,7 +16,7 @@ from ..errors import UnsupportedGenerationError
 from ..loop.text import StopRules
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
-from ..targets.cache_argument import CACHE_ARGUMENT, OF_STATES_ALONE
+from ..targets.binding import CACHE_ARGUMENT, OF_STATES_ALONE
 from ..targets.prompt_forward import PromptForward
 
 NOT_FOR_THE_MODEL = ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor")

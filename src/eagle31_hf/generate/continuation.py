@@ -17,12 +17,10 @@ from ..cache.speculative import SpeculativeCache
 from ..drafting.draft_tree import DraftTree, ancestors_from_parents
 from ..errors import Eagle31Error
 from ..loop.survive import is_out_of_memory
-from ..targets.binding import TargetBinding
-from ..targets.cache_argument import CACHE_ARGUMENT
+from ..targets.binding import CACHE_ARGUMENT, TargetBinding, Verification
 from ..targets.prompt_forward import PromptForward, PromptOutput
 from ..targets.self_test import probe_tokens, tolerance
 from ..targets.state_test import logits_error
-from ..targets.verify import Verification
 from .call import Call, beside_tokens, left_padding, prompt_forward
 
 

@@ -18,7 +18,7 @@ from ..loop.text import Sequences
 from ..sampling.callers_code import CallersCode, NotFollowedError
 from ..sampling.draw import NOT_PLAIN
 from ..stats import SpeculationStats
-from ..targets.cache_argument import CACHE_ARGUMENT
+from ..targets.binding import CACHE_ARGUMENT
 from .call import Call, SpeculativeOutput, asked_tokens, left_padding, prompt_forward
 from .plain import asked_ahead, begun_again
 from .warm_up import warm_up_for

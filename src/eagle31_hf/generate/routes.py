@@ -26,7 +26,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, IncompatibleTargetError, NotAttachedError, UnsupportedGenerationError
 from ..sampling.draw import why_noise_is_unknown
 from ..settings import require_count
-from ..targets.attention_functions import why_attention_is_unknown
+from ..targets.grouped_attention import why_attention_is_unknown
 from .call import READ_WITH_THE_PROMPT, Call, beside_tokens, has_positions_of_its_own, left_padding
 from .continuation import why_not_continued
 from .own import drafting_of

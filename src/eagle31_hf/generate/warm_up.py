@@ -20,7 +20,7 @@ from ..loop.kept_folder import setting_of
 from ..loop.kept_graphs import compiling_ahead, refusal, why_unsuited
 from ..loop.meet_graphs import meet_graphs
 from ..loop.pair import Pair, current_graphs, last_graphs
-from ..targets.served_processing import processing_of
+from ..sampling.logits_processing import processing_of
 from .call import Call
 
 logger = logging.getLogger(__name__)

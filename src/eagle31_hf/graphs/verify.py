@@ -22,8 +22,7 @@ from ..cache.placement import BlockReading
 from ..cache.speculative import SpeculativeCache
 from ..cache.states import BlockTrace
 from ..drafting.draft_tree import DraftTree
-from ..targets.binding import TargetBinding, TargetOutput
-from ..targets.verify import Verification
+from ..targets.binding import TargetBinding, TargetOutput, Verification
 from .fixed_cache import FixedShapeCache
 from .graph_makers import GraphKey, Step
 from .graphs import Graphs

@@ -30,8 +30,7 @@ from ..graphs.graphs import Graphs
 from ..graphs.round_graphs import AcceptedAhead, RoundGraph
 from ..graphs.verify import CompiledVerification, why_states_are_eager
 from ..stats import PhaseClock
-from ..targets.binding import TargetOutput
-from ..targets.verify import Verification
+from ..targets.binding import TargetOutput, Verification
 from .accept import Accepted, Acceptor
 from .choosing import ChoiceRule, Choosing, RoundBatch, warp_drafts
 from .pair import current_graphs, last_graphs

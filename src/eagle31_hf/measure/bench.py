@@ -23,10 +23,9 @@ from ..drafter.assistant import Assistant, NoDrafter
 from ..errors import ConfigurationError
 from ..graphs.captured import CAPTURES
 from ..loop.kept_graphs import CompilesAhead, compiling_ahead
-from ..sampling.logits_processing import ScoreProcessing
+from ..sampling.logits_processing import ScoreProcessing, processing_of, sampling_options
 from ..stats import SpeculationStats
-from ..targets.device_clock import now
-from ..targets.served_processing import processing_of, sampling_options
+from ..targets.devices import now
 from ..texts.prompts import Prompt
 from .exactness import Kind, SampledBy, Verdict, judge
 from .gauges import PeakGauge, TokenClock

@@ -15,7 +15,7 @@ from ..config import MtpConfig
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, read_text
 from ..targets.binding import TargetBinding
-from ..targets.precision import precision_advice, precision_caution
+from ..targets.devices import precision_advice, precision_caution
 from ..targets.quantized import holds_packed_weights
 from ..texts.prompts import Prompt
 from .bench import PLAIN, Bench, BenchSettings, Method, Task, Writer

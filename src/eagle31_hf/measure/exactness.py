@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from ..sampling.draw import PositionNoise, perturbed
 from ..sampling.logits_processing import DraftWarping
-from ..targets.cache_argument import CACHE_ARGUMENT
+from ..targets.binding import CACHE_ARGUMENT
 
 TIE_ROUNDINGS = 2
 """A tie is a gap of at most so many times what the size of a block moves the logits."""

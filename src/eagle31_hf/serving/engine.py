@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..drafter.assistant import Assistant
 from ..errors import Eagle31Error, UnsupportedGenerationError
 from ..loop.drafting import batch_shape
-from ..targets.attention_functions import why_attention_is_unknown
+from ..targets.grouped_attention import why_attention_is_unknown
 from .batch import Batch
 from .forms import form_of
 from .rows import Row, choose_as_generate, unfollowed

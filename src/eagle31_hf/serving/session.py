@@ -20,9 +20,9 @@ from ..drafter.assistant import Assistant
 from ..drafting.shape import LONGEST_STEERED
 from ..errors import ConfigurationError
 from ..loop.drafting import draft_shape
+from ..sampling.logits_processing import sampling_options
 from ..stats import SpeculationStats
-from ..targets.cache_argument import CACHE_ARGUMENT
-from ..targets.served_processing import sampling_options
+from ..targets.binding import CACHE_ARGUMENT
 from ..texts.chats import encode_chat
 from ..texts.rows import Message
 from .answers import AnswerParser, AnswerPart

@@ -7,6 +7,7 @@ one version of transformers names it, so that it can be deleted when that versio
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,19 +16,34 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
+from ..cache.placement import BlockReading
+from ..cache.speculative import SpeculativeCache
 from ..config import MOST_ADDED_TOKENS, Eagle31Config
+from ..drafting.draft_tree import DraftTree
 from ..errors import IncompatibleTargetError
 from .attention_in_parts import try_on
-from .cache_argument import cache_argument
+from .devices import warn_of_precision
 from .grouped_attention import GROUPED, attending_grouped
 from .mixers import Mixers, require_mixers
-from .precision import warn_of_precision
 from .quantized import OneTokenArithmetic, require_working_head
 from .rotation import most_positions, rotates_alike_up_to, rotations_left_alone
 from .shared_changes import CHANGES, leave_cudnn_out
 from .taps import HiddenStateTaps
+
+# transformers 5.24 renamed `past_key_values` to `cache`, in arguments of models and of `generate` and in outputs; until
+# 5.40 models still take the old name, with a warning. Before, models without attention had a name of their own for it.
+_OLD, _NEW = "past_key_values", "cache"
+OF_STATES_ALONE = "cache_params"
+CACHE_ARGUMENT = _NEW if _NEW in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else _OLD
+"""The name by which transformers hands a model its cache."""
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """By which name `model` takes it."""
+    taken = inspect.signature(model.forward).parameters
+    return OF_STATES_ALONE if CACHE_ARGUMENT not in taken and OF_STATES_ALONE in taken else CACHE_ARGUMENT
 
 
 class TargetOutput(NamedTuple):
@@ -264,6 +280,30 @@ class TargetBinding:
         for undo in self._undo:
             undo()
         self.mixers = None
+
+
+class Verification:
+    """Verification forwards over one cache: all nodes in one stock forward, told apart by mask and positions.
+
+    Args:
+        binding: of the target.
+        cache: holds what the trees follow; nothing is committed.
+    """
+
+    def __init__(self, binding: TargetBinding, cache: SpeculativeCache):
+        self.binding, self.cache = binding, cache
+
+    def __call__(self, tree: DraftTree) -> TargetOutput:
+        """Logits `(B, N, V)` and, while the binding captures them, hidden states `(B, N, A*Ht)` of every node."""
+        assert tree.is_chain or not self.cache.has_states, "layers with states read chains"
+        self.cache.place(tree.size, reading=BlockReading.of_drafts())
+        positions = self.cache.position_ids(tree.positions)
+        return self.binding.forward(tree.tokens, positions, self.mask(tree), self.cache)
+
+    def mask(self, tree: DraftTree) -> Tensor | dict[str, Tensor | None] | None:
+        """Which nodes see which: what the target takes as `attention_mask` for the placed tree."""
+        ancestors, depths = (None, None) if tree.is_chain else (tree.ancestors, tree.positions)
+        return self.cache.attention_mask(ancestors, depths, self.binding.compute_dtype)
 
 
 def _wanted(logits: Tensor, keep: int | Tensor, columns: int) -> Tensor:

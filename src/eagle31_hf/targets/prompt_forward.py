@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import DynamicCache
 
-from .binding import TargetBinding
-from .cache_argument import CACHE_ARGUMENT
+from .binding import CACHE_ARGUMENT, TargetBinding
 
 
 class PromptOutput(NamedTuple):

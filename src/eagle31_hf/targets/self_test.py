@@ -19,10 +19,9 @@ from torch import Tensor
 from ..cache.speculative import SpeculativeCache
 from ..drafting.draft_tree import DraftTree, ancestors_from_parents
 from ..errors import Eagle31Error, IncompatibleTargetError, named_line
-from .binding import TargetBinding
+from .binding import TargetBinding, Verification
 from .quantized import holds_packed_weights
 from .state_test import logits_error, reading_on_error, state_error
-from .verify import Verification
 
 LONGEST_PROBE = 128
 """A sliding window is worth crossing in the probe only if it is shorter than this."""

@@ -18,8 +18,7 @@ from ..cache.speculative import SpeculativeCache
 from ..cache.states import StateKey
 from ..cache.stock import read_stock_layers
 from ..drafting.draft_tree import DraftTree
-from .binding import TargetBinding
-from .verify import Verification
+from .binding import TargetBinding, Verification
 
 PREFIX, SHORTER = 9, 5  # tokens of the two prompts: more than convolutions look back
 KEPT = ((3, 2), (1, 0))  # of two chains, by each row

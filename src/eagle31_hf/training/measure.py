@@ -25,10 +25,9 @@ from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, drafts_along, read_text, rows_of_ids
 from ..errors import ConfigurationError, TrainingError
 from ..sampling.draw import PositionNoise, argmax, perturbed
-from ..sampling.logits_processing import DraftWarping, ScoreProcessing
+from ..sampling.logits_processing import DraftWarping, ScoreProcessing, processing_of, sampling_options
 from ..stats import Acceptance
 from ..targets.binding import TargetBinding
-from ..targets.served_processing import processing_of, sampling_options
 from ..texts.rows import Conversation, Message, until_unanswered
 from .data import prompt_ids
 from .writing import OnProgress, no_progress, write_batch

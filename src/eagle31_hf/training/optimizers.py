@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..targets.precision import quick_dtype
+from ..targets.devices import quick_dtype
 
 ADAM_BETAS = (0.9, 0.95)  # EAGLE-3's
 MOMENTUM = 0.95

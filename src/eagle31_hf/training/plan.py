@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
-from ..targets.device_clock import now
+from ..targets.devices import now
 from .data import collate
 from .measure import KnownTexts, rounds_of
 from .objectives import DistillationModel

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
-from ..targets.precision import PRECISIONS
+from ..targets.devices import PRECISIONS
 
 TURNS = ("each", "last", "none")
 STAGES = ("1", "2", "both")

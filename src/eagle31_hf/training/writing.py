@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from ..errors import TrainingError
-from ..targets.served_processing import sampling_options
+from ..sampling.logits_processing import sampling_options
 from ..texts.rows import Conversation, Message, conversation_from_row
 from .data import prompt_ids
 from .settings import TrainingSettings

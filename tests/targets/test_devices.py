@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from eagle31_hf.cli.pairs import PairSource, load_pair
-from eagle31_hf.targets import loading, precision
-from eagle31_hf.targets.precision import (
+from eagle31_hf.targets import devices, loading
+from eagle31_hf.targets.devices import (
     cpu_arithmetic,
     precision_advice,
     precision_caution,
@@ -60,13 +60,13 @@ def test_where_the_system_does_not_say_weights_stay_as_they_are(tmp_path: Path) 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 9), torch.bfloat16)])
 def test_a_gpu_before_ampere_computes_in_float16(monkeypatch, capability, dtype) -> None:
-    monkeypatch.setattr(precision, "_compute_capability", lambda device: capability)
+    monkeypatch.setattr(devices, "_compute_capability", lambda device: capability)
     assert quick_dtype(torch.bfloat16, "cuda") is dtype
 
 
 def test_the_owner_of_a_slow_model_is_told_once(processor, monkeypatch, caplog) -> None:
     facts, _, dtype = processor
-    monkeypatch.setattr(precision, "_said", set())
+    monkeypatch.setattr(devices, "_said", set())
     model = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu"))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

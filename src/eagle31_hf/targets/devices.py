@@ -1,4 +1,4 @@
-"""Which floating-point type a machine computes in quickly: what the processor's own arithmetic is, not what fits.
+"""Which floating-point type a device computes in quickly, and when it has done what it was sent.
 
 A CPU without 16-bit arithmetic converts every weight to float32 each time it is multiplied. One token at a time that
 may go unnoticed, since reading half the bytes makes up for it; verifying several at once is two to three times slower.
@@ -7,6 +7,7 @@ may go unnoticed, since reading half the bytes makes up for it; verifying severa
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,12 @@ def warn_of_precision(model: Any, facts: Path = PROCESSOR_FACTS) -> None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def now(device: torch.device) -> float:
+    """Seconds, after everything sent to `device` has been computed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()
