@@ -53,10 +53,29 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "exaone_moe": lambda: hf.ExaoneMoeConfig(
         **GROUPED, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, num_shared_experts=1, n_group=1,
-        topk_group=1, sliding_window=WINDOW, layer_types=[SLIDING, FULL] * 2,
+        topk_group=1, sliding_window=WINDOW, layer_types=[SLIDING, FULL] * 2, mtp_layer_types=[FULL],
         mlp_layer_types=["sparse", "sparse", "sparse", "dense"], num_nextn_predict_layers=1,
     ),
+    "exaone4": lambda: hf.Exaone4Config(
+        **GROUPED, sliding_window=WINDOW, sliding_window_pattern=2, layer_types=[SLIDING, FULL] * 2,
+        num_nextn_predict_layers=1,
+    ),
+    "ernie4_5_moe": lambda: hf.Ernie4_5_MoeConfig(
+        **GROUPED, moe_intermediate_size=32, moe_k=2, moe_num_experts=4, moe_num_shared_experts=1,
+        num_nextn_predict_layers=1,
+    ),
+    "mimo_v2_flash": lambda: hf.MiMoV2FlashConfig(
+        **GROUPED, v_head_dim=8, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+        sliding_window=WINDOW, layer_types=[FULL, SLIDING] * 2, num_nextn_predict_layers=3,
+        mlp_layer_types=["dense", "sparse", "sparse", "dense"],
+    ),
 }  # fmt: skip
+
+LIKE_LAYERS = {"nemotron_h": [1, 3], "ernie4_5_moe": [0]}
+"""Layers of the target that are shaped like the head's; of the others the last one."""
+
+LAYER_TYPES = {"mellum": SLIDING, "exaone4": SLIDING, "mimo_v2_flash": SLIDING}
+"""What the head's layer sees; of the others everything."""
 
 TWO_LAYERS = ("nemotron_h",)
 """Their head has a layer that attends and one of experts."""
@@ -69,6 +88,8 @@ DEEPSEEK_NAMES = {"fc": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "norm": "
 NEMOTRON_NAMES = {
     "fc": "layers.0.eh_proj", "enorm": "layers.0.enorm", "hnorm": "layers.0.hnorm", "norm": "layers.1.final_layernorm"
 }  # fmt: skip
+ERNIE_NAMES = {"fc": "linear_proj", "enorm": "emb_norm", "hnorm": "hidden_norm", "layers": "block"}
+MIMO_NAMES = {"fc": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "norm": "final_layernorm"}
 BY_LAYER = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
 
 
@@ -111,19 +132,26 @@ def final_norm(model: Any) -> Any:
 
 def layers_like_the_heads(model: Any) -> list[Any]:
     """Layers of the target that are shaped like the head's."""
-    layers = model.get_decoder().layers
-    return [layers[1], layers[3]] if model.config.model_type in TWO_LAYERS else [layers[-1]]
+    return [model.get_decoder().layers[number] for number in LIKE_LAYERS.get(model.config.model_type, [-1])]
 
 
 def stored_head(family: str, model: Any, seed: int, single_experts: bool = False) -> dict[str, Tensor]:
     """Tensors of a random head under the names that the family's files have."""
     tensors = random_head(model, seed)
     stored = _single(tensors) if single_experts else tensors.items()
-    return {_published(family, model.config.num_hidden_layers, name): tensor.clone() for name, tensor in stored}
+    named = {_published(family, model.config.num_hidden_layers, name): tensor.clone() for name, tensor in stored}
+    named.pop("", None)
+    return named
 
 
 def _published(family: str, num_layers: int, name: str) -> str:
     part, _, rest = name.partition(".")
+    if family == "ernie4_5_moe":  # whose final norm is the target's
+        inner = rest.removeprefix("0.") if part == "layers" else rest
+        return f"model.mtp_{ERNIE_NAMES[part]}.0.{inner}" if part in ERNIE_NAMES else ""
+    if family == "mimo_v2_flash":
+        inner = rest.removeprefix("0.").replace("post_attention_", "pre_mlp_").replace("sinks", "attention_sink_bias")
+        return f"model.mtp.layers.0.{inner if part == 'layers' else f'{MIMO_NAMES[part]}.{rest}'}"
     if family in TWO_LAYERS:
         return f"mtp.{name}" if part == "layers" else f"mtp.{NEMOTRON_NAMES[part]}.{rest}"
     if family in BY_LAYER:
@@ -146,6 +174,8 @@ def random_head(model: Any, seed: int) -> dict[str, Tensor]:
         tensors["fc.weight"] = torch.randn(width, 2 * width) * 0.15
         for part in ("enorm", "hnorm", "norm"):
             tensors[f"{part}.weight"] = norm.weight + torch.randn(width) * 0.3
+        if model.config.model_type == "ernie4_5_moe":
+            tensors["norm.weight"] = norm.weight.clone()
     return tensors
 
 

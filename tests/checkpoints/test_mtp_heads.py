@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle31_hf.checkpoints import read_checkpoint
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.checkpoints import read_checkpoint, require_head
+from eagle31_hf.checkpoints.mtp import promised_head, promises_head
 from eagle31_hf.errors import CheckpointFormatError
 from mtp_targets import FAMILIES, target_with_head
 
@@ -66,29 +71,32 @@ def test_names_and_single_experts_make_no_difference(family, alias, tmp_path):
     assert usual.config.family == family
 
 
+def split(folder: Path, *, indexed: bool = True) -> tuple[str, str]:
+    """The target in one file and its head in another, which the index names or omits; both files' names."""
+    stored = load_file(folder / WEIGHTS)
+    head = {name: stored.pop(name) for name in list(stored) if name.startswith(PREFIX)}
+    files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors" if indexed else "mtp.safetensors")
+    weight_map: dict[str, str] = {}
+    for file, tensors in zip(files, (stored, head), strict=True):
+        save_file(tensors, folder / file)
+        weight_map |= dict.fromkeys(tensors, file) if indexed or tensors is stored else {}
+    (folder / WEIGHTS).unlink()
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return files
+
+
 def test_only_the_files_that_hold_it_are_read(folder):
     wanted = head_of(folder)
-    stored = load_file(folder / WEIGHTS)
-    head = {name: tensor for name, tensor in stored.items() if name.startswith(PREFIX)}
-    save_file(head, folder / "model-00002-of-00002.safetensors")
-    (folder / WEIGHTS).unlink()  # the shard with the target's own weights was never downloaded
-    files = dict.fromkeys(stored, "model-00001-of-00002.safetensors") | dict.fromkeys(
-        head, "model-00002-of-00002.safetensors"
-    )
-    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+    others, heads = split(folder)
+    (folder / others).unlink()  # was never downloaded
     assert_equal(head_of(folder), wanted)
-    (folder / "model-00002-of-00002.safetensors").unlink()
-    assert "model-00002-of-00002.safetensors" in refusal(folder)
+    (folder / heads).unlink()
+    assert heads in refusal(folder)
 
 
 def test_a_file_beside_an_index_that_omits_it_is_read(folder):
     wanted = head_of(folder)
-    stored = load_file(folder / WEIGHTS)
-    head = {name: stored.pop(name) for name in list(stored) if name.startswith(PREFIX)}
-    save_file(stored, folder / "model-00001-of-00001.safetensors")
-    save_file(head, folder / "mtp.safetensors")
-    (folder / WEIGHTS).unlink()
-    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(stored, "model-00001-of-00001.safetensors")}))
+    split(folder, indexed=False)
     assert_equal(head_of(folder), wanted)
 
 
@@ -112,56 +120,64 @@ def test_blocks_of_fp8_are_unpacked_with_their_scales(folder):
     assert_equal({n: t for n, t in tensors.items() if n != ours}, {n: t for n, t in wanted.items() if n != ours})
 
 
-def test_a_head_that_was_lost_is_missed(folder):
-    rewrite(folder, lambda stored: [stored.pop(name) for name in list(stored) if name.startswith(PREFIX)])
+NORM, QUERY = "mtp.pre_fc_norm_hidden.weight", "mtp.layers.0.self_attn.q_proj.weight"
+DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], tuple[str, ...]]] = {
+    "lost": (
+        lambda stored: [stored.pop(name) for name in list(stored) if name.startswith(PREFIX)],
+        ("config.json says that there is an MTP head", "transformers drops them", "eagle31 mtp BASE --into FOLDER"),
+    ),
+    "without fc": (lambda stored: stored.pop("mtp.fc.weight"), ("lacks fc.weight", "fetch it again")),
+    "without a norm": (lambda stored: stored.pop("mtp.norm.weight"), ("lacks norm.weight",)),
+    "without another norm": (lambda stored: stored.pop(NORM), ("lacks hnorm.weight",)),
+    "in integers": (
+        lambda stored: stored.update({QUERY: stored[QUERY].to(torch.int8)}),
+        ("layers.0.self_attn.q_proj.weight is stored as int8", "take the head from the unpacked model"),
+    ),
+    "not numbers": (lambda stored: stored["mtp.fc.weight"][0].fill_(float("nan")), ("values in fc.weight",)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_wrong_with_a_head_is_named(folder, damage):
+    change, facts = DAMAGES[damage]
+    rewrite(folder, change)
     message = refusal(folder)
-    assert "config.json says that there is an MTP head" in message
-    assert "transformers drops them" in message
-
-
-@pytest.mark.parametrize("name", ["norm.weight", "fc.weight", "pre_fc_norm_hidden.weight"])
-def test_a_head_without_one_of_its_parts_is_refused(folder, name):
-    rewrite(folder, lambda stored: stored.pop(PREFIX + name))
-    message = refusal(folder)
-    assert {"pre_fc_norm_hidden.weight": "hnorm.weight"}.get(name, name) in message
-
-
-def test_a_head_in_integers_is_refused_by_name(folder):
-    name = "mtp.layers.0.self_attn.q_proj.weight"
-    rewrite(folder, lambda stored: stored.update({name: stored[name].to(torch.int8)}))
-    message = refusal(folder)
-    assert "layers.0.self_attn.q_proj.weight" in message
-    assert "int8" in message
+    assert all(fact in message for fact in facts), message
 
 
 def test_a_layer_that_does_not_fit_is_refused_when_it_is_built(folder):
-    from eagle31_hf import Eagle31Drafter
-
     name = "mtp.layers.0.mlp.down_proj.weight"
     rewrite(folder, lambda stored: stored.update({name: stored[name][:, :8].contiguous()}))
     with pytest.raises(CheckpointFormatError, match=r"layers\.0\.mlp\.down_proj\.weight: got \(64, 8\)"):
         Eagle31Drafter.from_pretrained(folder)
 
 
-def test_values_that_are_no_numbers_are_refused(folder):
-    name = "mtp.fc.weight"
-    rewrite(folder, lambda stored: stored[name][0].fill_(float("nan")))
-    assert "fc.weight" in refusal(folder)
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("mimo", "no class for MiMo-7B"), ("step3p5", "inside its picture model"), ("qwen4_exp", "several streams"),
+     ("llama", "those of qwen3_5, ")],
+)  # fmt: skip
+def test_heads_that_cannot_be_run_right_are_refused_by_name(folder, family, reason):
+    path = folder / "config.json"
+    path.write_text(json.dumps({"model_type": "outer", "text_config": {"model_type": family}}))
+    with pytest.raises(CheckpointFormatError, match=rf"holds no MTP head that can be read \(.*{reason}.*name an EAGLE"):
+        require_head(folder)
+
+
+def test_a_promise_beside_the_text_configuration_is_one(tmp_path):
+    """EXAONE 4.5 says outside of it how many modules there are."""
+    text = hf.Exaone4Config(num_hidden_layers=4).to_dict() | {"model_type": "exaone4_5_text"}
+    config = {"model_type": "exaone4_5", "num_nextn_predict_layers": 1, "text_config": text}
+    assert promises_head(config)
+    assert not promises_head(config | {"num_nextn_predict_layers": 0})
+    head = promised_head(hf.AutoConfig.for_model(**config))
+    assert head is not None
+    assert head.family == "exaone4"
 
 
 def test_of_a_target_on_the_hub_only_the_head_is_downloaded(folder, tmp_path, monkeypatch):
-    import fnmatch
-    import shutil
-
     wanted = head_of(folder)
-    stored = load_file(folder / WEIGHTS)
-    head = {name: stored.pop(name) for name in list(stored) if name.startswith(PREFIX)}
-    shards = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-    for file, tensors in zip(shards, (stored, head), strict=True):
-        save_file(tensors, folder / file)
-    (folder / WEIGHTS).unlink()
-    files = dict.fromkeys(stored, shards[0]) | dict.fromkeys(head, shards[1])
-    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+    shards = split(folder)
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
 

@@ -102,6 +102,17 @@ def test_a_grafted_head_is_the_bases_byte_for_byte(base, fine_tune):
     assert set(before.values()) <= set(content(fine_tune).values()), "weights and config are as they were"
 
 
+def test_a_norm_that_head_and_target_share_is_not_put_there_twice(tmp_path):
+    for name in ("base", "tuned"):
+        (tmp_path / name).mkdir()
+    target_with_head("ernie4_5_moe", tmp_path / "base").save_pretrained(tmp_path / "tuned")
+    names = graft_head(tmp_path / "base", tmp_path / "tuned")
+    assert names
+    assert all(name.startswith("model.mtp_") for name in names)
+    wanted = read_checkpoint(tmp_path / "base").tensors
+    assert all(torch.equal(wanted[n], tensor) for n, tensor in read_checkpoint(tmp_path / "tuned").tensors.items())
+
+
 def test_every_reader_finds_target_and_head_afterwards(base, fine_tune):
     wanted = hf.AutoModelForCausalLM.from_pretrained(fine_tune).state_dict()
     graft_head(base, fine_tune)
@@ -124,7 +135,7 @@ def test_a_torn_write_leaves_the_folder_as_it_was(base, fine_tune, failing, monk
         raise OSError("no space left on device")
 
     if failing == "save":
-        monkeypatch.setattr("safetensors.torch.save_file", torn)
+        monkeypatch.setattr("eagle31_hf.checkpoints.graft.save_file", torn)
     elif failing == "index":
         monkeypatch.setattr(Path, "write_text", torn)
     else:

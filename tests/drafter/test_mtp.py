@@ -15,7 +15,17 @@ from transformers.modeling_layers import MtpModel
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.session import DraftSession
-from mtp_targets import FAMILIES, TWO_LAYERS, final_norm, layers_like_the_heads, random_head, target_with_head
+from mtp_targets import (
+    FAMILIES,
+    FULL,
+    LAYER_TYPES,
+    SLIDING,
+    TWO_LAYERS,
+    final_norm,
+    layers_like_the_heads,
+    random_head,
+    target_with_head,
+)
 
 DEPTH = 5
 LENGTH = 9  # of the prompt: one more than the narrowest window
@@ -29,9 +39,10 @@ class Reference:
 
     def __init__(self, target: Any, tensors: dict[str, Tensor]):
         config = target.config
-        layers = list(getattr(config, "layer_types", None) or [])
+        has_types = getattr(config, "layer_types", None) is not None
+        self.layer_type = LAYER_TYPES.get(config.model_type, FULL) if has_types else None
         config.num_mtp_layers = 1
-        config.mtp_layer_types = layers[-1:] or None
+        config.mtp_layer_types = [self.layer_type] if has_types else None
         config.mtp_mlp_layer_types = list(getattr(config, "mlp_layer_types", None) or [])[-1:] or None
         self.model = MtpModel(target, 1).eval()
         self.layer = self.model.layers[0]
@@ -41,8 +52,7 @@ class Reference:
             part = "layers.0" if name.startswith("layers.0.") else name.partition(".")[0]
             state[names.get(part, part) + name.removeprefix(part)] = tensor
         self.layer.load_state_dict(state)
-        self.window = config.sliding_window if layers[-1:] == ["sliding_attention"] else None
-        self.layer_type = layers[-1] if layers else None
+        self.window = config.sliding_window if self.layer_type == SLIDING else None
 
     def __call__(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """Logits `(T, V)` and outputs `(1, T, H)` of slots that read `tokens` `(T,)` and `states` `(1, T, H)`."""

@@ -12,16 +12,15 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from ..errors import CheckpointError, CheckpointFormatError
-from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, open_shards, read_json
-from .mtp import StoredHead, holds_head, require_head_in, text_fields
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, open_shards, open_tensors, read_json
+from .mtp import MtpFamily, StoredHead, holds_head, promises_head, require_head_in, text_fields
 
 HEAD_SHARD = "model-mtp.safetensors"
 """The head's shard beside others. llama.cpp's converter reads files that begin like this."""
@@ -41,9 +40,11 @@ def graft_head(base: Path, folder: Path) -> list[str]:
     if head.family is None:
         raise CheckpointFormatError(f"{base} holds a head by itself, without its target's names; pass the target")
     head.config()  # refused here if it is not whole
-    tensors = head.load()
-    head.tensors(tensors)
-    _require_room_for_it(head, folder)
+    loaded = head.load()
+    head.tensors(loaded)
+    _require_room_for_it(head, head.family, folder)
+    held = open_tensors(folder).infos  # Ernie's final norm is the target's, and there already
+    tensors = {name: tensor for name, tensor in loaded.items() if name not in held}
     try:
         if (folder / WEIGHTS_FILE).is_file():
             _beside_single_file(folder, tensors)
@@ -56,24 +57,24 @@ def graft_head(base: Path, folder: Path) -> list[str]:
     return sorted(tensors)
 
 
-def _require_room_for_it(head: StoredHead, folder: Path) -> None:
+def _require_room_for_it(head: StoredHead, family: MtpFamily, folder: Path) -> None:
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointFormatError(f"{folder} has no {CONFIG_FILE}; pass the folder of a model")
     if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
         raise CheckpointFormatError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; save the model as these")
     if holds_head(folder):
         raise CheckpointFormatError(f"{folder} holds an MTP head already; nothing was changed")
-    ours, theirs = text_fields(read_json(folder / CONFIG_FILE)), text_fields(head.raw_config)
+    raw_config = read_json(folder / CONFIG_FILE)
+    ours, theirs = text_fields(raw_config), text_fields(head.raw_config)
     for field in SAME:
         if ours.get(field) != theirs.get(field):
             raise CheckpointFormatError(
                 f"{folder} has {field} {ours.get(field)}, and {head.folder} {theirs.get(field)}; a head fits the model "
                 "it was trained with and its fine-tunes: pass the model that this one was made from"
             )
-    count = head.family.count if head.family is not None else ""
-    if not ours.get(count) and theirs.get(count):
+    if promises_head(head.raw_config) and not promises_head(raw_config):
         raise CheckpointFormatError(
-            f"{folder / CONFIG_FILE} lacks {count}, by which engines know of the head; write {theirs[count]} there as "
+            f"{folder / CONFIG_FILE} lacks {family.count}, by which engines know of the head; write it there as "
             f"{head.folder / CONFIG_FILE} has it"
         )
 
@@ -114,8 +115,6 @@ def _with_head(index: Mapping[str, Any], tensors: Mapping[str, Tensor], file: st
 @contextmanager
 def _written(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """`path` holds the tensors; it is gone again if what is done with it fails."""
-    from safetensors.torch import save_file
-
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
         path.chmod((path.parent / CONFIG_FILE).stat().st_mode)

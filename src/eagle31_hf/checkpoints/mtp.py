@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,10 @@ PACKED_MODULES = "_proj"
 """How linear layers of a head end that a quantiser may pack."""
 
 _PARTS = ("fc.weight", "enorm.weight", "hnorm.weight", "norm.weight")
-_OWN_PREFIX = re.compile(r"(?:model\.|language_model\.|model\.language_model\.)*mtp\.(.+)")
-_LAYER_PREFIX = r"(?:model\.|language_model\.|model\.language_model\.)*layers\.{}\.(.+)"
+_PREFIX = r"(?:model\.|language_model\.)*"
+_OWN = _PREFIX + r"mtp\.(.+)"
+_LAST_LAYER = _PREFIX + r"layers\.{layers}\.(.+)"
+_ERNIE = _PREFIX + r"((?:mtp_\w+\.0|norm)\..+)"
 
 _QWEN_NAMES = {
     "fc.": "fc.",
@@ -75,6 +77,23 @@ _NEMOTRON_NAMES = {
     "layers.0.": "layers.0.",
     "layers.1.": "layers.1.",
 }
+_ERNIE_NAMES = {
+    "mtp_linear_proj.0.": "fc.",
+    "mtp_emb_norm.0.": "enorm.",
+    "mtp_hidden_norm.0.": "hnorm.",
+    "mtp_block.0.": "layers.0.",
+    "norm.": "norm.",  # the target's final norm, which the head has no other of
+}
+_MIMO_NAMES = {
+    "layers.0.eh_proj.": "fc.",
+    "layers.0.enorm.": "enorm.",
+    "layers.0.hnorm.": "hnorm.",
+    "layers.0.final_layernorm.": "norm.",
+    "layers.0.pre_mlp_layernorm.": "layers.0.post_attention_layernorm.",
+    "layers.0.self_attn.attention_sink_bias": "layers.0.self_attn.sinks",
+    "layers.0.": "layers.0.",
+    "layers.": None,  # modules for later drafts, which the first one makes here
+}
 
 
 @dataclass(frozen=True)
@@ -82,17 +101,18 @@ class MtpFamily:
     """How one family of targets stores its head, and what the head computes.
 
     Attributes:
-        names: how stored names begin, and what they are here; `None`: a copy of the target's tensor, left out. The
-            first beginning that fits counts.
-        is_last_layer: the tensors are called those of a layer behind the target's last one, and not `mtp.`
-        layer_types: kinds of the head's layers, or the name of the config field that says so.
+        names: how stored names begin, and what they are here; `None`: a tensor that is not needed. The first beginning
+            that fits counts.
+        stored: pattern of the stored names, with `{layers}` of the target; group 1 is the name in the head.
+        layer_types: kinds of the head's layers, or the name of the config field that says so: without that field, the
+            kind of the target's first layer.
         fields: what else the head's text configuration says differently from the target's.
         state_first, normed_state, norm_output: as in `MtpConfig`.
         count: config field that says how many modules there are.
     """
 
     names: Mapping[str, str | None]
-    is_last_layer: bool = False
+    stored: str = _OWN
     layer_types: tuple[str, ...] | str = ("full_attention",)
     fields: Mapping[str, Any] = field(default_factory=dict)
     state_first: bool = False
@@ -100,12 +120,13 @@ class MtpFamily:
     norm_output: bool = True
     count: str = "num_nextn_predict_layers"
 
-    def pattern(self, num_target_layers: int | None) -> re.Pattern[str]:
-        """What the stored names of a head's tensors look like; group 1 is the name in the head."""
-        return re.compile(_LAYER_PREFIX.format(num_target_layers)) if self.is_last_layer else _OWN_PREFIX
+    def pattern(self, raw_config: Mapping[str, Any]) -> re.Pattern[str]:
+        """What the stored names of a head's tensors look like in a target with this config.json."""
+        layers = text_fields(raw_config).get("num_hidden_layers")
+        return re.compile(self.stored.replace("{layers}", str(layers) if isinstance(layers, int) else "(?!)"))
 
     def canonical(self, name: str) -> str | None:
-        """Our name of a tensor that the head calls so; `None`: a copy that is not needed."""
+        """Our name of a tensor that the head calls so; `None`: it is not needed."""
         for beginning, ours in self.names.items():
             if name.startswith(beginning):
                 return None if ours is None else ours + name.removeprefix(beginning)
@@ -115,7 +136,8 @@ class MtpFamily:
 _QWEN_MOE_FIELDS = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 _QWEN = MtpFamily(_QWEN_NAMES, count="mtp_num_hidden_layers")
 _QWEN_MOE = MtpFamily(_QWEN_NAMES, fields=_QWEN_MOE_FIELDS, count="mtp_num_hidden_layers")
-_DEEPSEEK = MtpFamily(_DEEPSEEK_NAMES, is_last_layer=True, fields={"first_k_dense_replace": 0})
+_DEEPSEEK = MtpFamily(_DEEPSEEK_NAMES, _LAST_LAYER, fields={"first_k_dense_replace": 0})
+_EXAONE = MtpFamily(_QWEN_NAMES, layer_types="mtp_layer_types")
 
 FAMILIES: dict[str, MtpFamily] = {
     "qwen3_5": _QWEN,
@@ -124,14 +146,28 @@ FAMILIES: dict[str, MtpFamily] = {
     "qwen3_5_moe_text": _QWEN_MOE,
     "qwen3_next": _QWEN_MOE,
     "glm4_moe": _DEEPSEEK,
-    "glm4_moe_lite": MtpFamily(_DEEPSEEK_NAMES, is_last_layer=True, fields={"mlp_layer_types": ["sparse"]}),
+    "glm4_moe_lite": MtpFamily(_DEEPSEEK_NAMES, _LAST_LAYER, fields={"mlp_layer_types": ["sparse"]}),
     "deepseek_v3": _DEEPSEEK,
     "mellum": MtpFamily(_QWEN_NAMES, layer_types="mtp_layer_types", fields={"mlp_layer_types": ["sparse"]}),
     "nemotron_h": MtpFamily(_NEMOTRON_NAMES, layer_types="mtp_layers_block_type"),
-    "exaone_moe": MtpFamily(_QWEN_NAMES, fields={"mlp_layer_types": ["dense"]}),
+    "exaone_moe": replace(_EXAONE, fields={"mlp_layer_types": ["dense"]}),
+    "exaone4": _EXAONE,
+    "exaone4_5_text": _EXAONE,
+    "ernie4_5_moe": MtpFamily(_ERNIE_NAMES, _ERNIE, fields={"moe_layer_start_index": 1}),
+    "mimo_v2_flash": MtpFamily(_MIMO_NAMES, layer_types=("sliding_attention",), fields={"mlp_layer_types": ["dense"]}),
 }
 """By `model_type` of the target's text configuration. All read the state behind the target's final norm and feed back
-their own normed output."""
+their own normed output. Engines differ over Ernie and MiMo: an ablation of Ernie's head and acceptance measured with
+MiMo's speak for these states; `doctor` compares all four ways on one's own texts."""
+
+UNREADABLE = {
+    "mimo": "transformers has no class for MiMo-7B's layers",
+    "step3p5": "transformers makes Step's text decoder inside its picture model only",
+    "deepseek_v4": "DeepSeek V4's head reads several streams",
+    "qwen4_exp": "Qwen4-Exp's head reads several streams",
+    "qwen4_exp_text": "Qwen4-Exp's head reads several streams",
+}
+"""Of families whose heads are known and cannot be run right: why."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +244,9 @@ def family_of(raw_config: Mapping[str, Any]) -> MtpFamily | None:
 def promises_head(raw_config: Mapping[str, Any]) -> bool:
     """Whether config.json says that there is a head. What transformers saves says so, too, and holds none."""
     family, text = family_of(raw_config), text_fields(raw_config)
-    return family is not None and bool(text.get(family.count) or text.get("num_mtp_layers"))
+    if family is None:
+        return False
+    return any(fields.get(name) for fields in (text, raw_config) for name in (family.count, "num_mtp_layers"))
 
 
 def find_head(folder: Path) -> StoredHead | None:
@@ -220,14 +258,14 @@ def find_head(folder: Path) -> StoredHead | None:
     if raw_config.get("model_type") == SAVED:
         stored = open_shards([folder / WEIGHTS_FILE])
         return StoredHead(folder, raw_config, None, stored, {name: name for name in stored.infos})
-    family, layers = family_of(raw_config), text_fields(raw_config).get("num_hidden_layers")
-    if family is None or (family.is_last_layer and not isinstance(layers, int)):
+    family = family_of(raw_config)
+    if family is None:
         return None
-    pattern = family.pattern(layers)
+    pattern = family.pattern(raw_config)
     stored = open_shards(_files_with(folder, pattern))
     found = {name: match[1] for name in stored.infos if (match := pattern.fullmatch(name))}
     names = {ours: name for name, inner in found.items() if (ours := family.canonical(inner)) is not None}
-    return StoredHead(folder, raw_config, family, stored, names) if names else None
+    return StoredHead(folder, raw_config, family, stored, names) if names.keys() - {"norm.weight"} else None
 
 
 def require_head_in(folder: Path) -> StoredHead:
@@ -239,9 +277,11 @@ def require_head_in(folder: Path) -> StoredHead:
     head = find_head(folder)
     if head is None:
         refuse_lost_head(folder)
+        kind = text_fields(read_json(folder / CONFIG_FILE)).get("model_type")
+        reason = UNREADABLE.get(str(kind), f"those of {', '.join(FAMILIES)} can")
         raise CheckpointFormatError(
-            f"{folder} holds no MTP head that can be read (those of {', '.join(FAMILIES)} can); name an EAGLE drafter "
-            "that was made for this target"
+            f"{folder} holds no MTP head that can be read ({reason}); name an EAGLE drafter that was made for this "
+            "target"
         )
     return head
 
@@ -276,10 +316,10 @@ def head_files(folder: Path) -> list[str]:
     if not path.is_file() or not (folder / INDEX_FILE).is_file():
         return weights
     raw_config = read_json(path)
-    family, layers = family_of(raw_config), text_fields(raw_config).get("num_hidden_layers")
-    if family is None or (family.is_last_layer and not isinstance(layers, int)):
+    family = family_of(raw_config)
+    if family is None:
         return weights
-    return [*sorted(_named_files(folder, family.pattern(layers))), HEAD_FILE, TOKENIZER_FILE]
+    return [*sorted(_named_files(folder, family.pattern(raw_config))), HEAD_FILE, TOKENIZER_FILE]
 
 
 def write_head(folder: Path, config: MtpConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -403,7 +443,9 @@ def promised_head(config: PreTrainedConfig) -> MtpConfig | None:
 
 def _head_config(family: MtpFamily, target: PreTrainedConfig, dtype: Any) -> MtpConfig:
     text = target.get_text_config(decoder=True)
-    layer_types = getattr(text, family.layer_types) if isinstance(family.layer_types, str) else family.layer_types
+    layer_types = family.layer_types
+    if isinstance(layer_types, str):
+        layer_types = getattr(text, layer_types, None) or text.layer_types[:1]
     of_layers = {name: value for name, value in text.to_dict().items() if name not in _NOT_OF_LAYERS}
     block = of_layers | dict(family.fields) | {"num_hidden_layers": len(layer_types)}
     if getattr(text, "layer_types", None) is not None:

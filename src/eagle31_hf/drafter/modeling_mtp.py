@@ -43,7 +43,8 @@ class MtpNetwork(Eagle31Network):
         block = config.layers_config()
         with torch.device("meta"):
             decoder = AutoModel.from_config(block)
-        block._attn_implementation_internal = GROUPED  # keys and values are not copied for every query head
+        if decoder._supports_sdpa:  # sinks, which MiMo's has, it does not know
+            block._attn_implementation_internal = GROUPED  # keys and values are not copied for every query head
         self.embed_tokens = None
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias, device="meta")
         self.enorm, self.hnorm = (copy.deepcopy(_final_norm(decoder)) for _ in range(2))

@@ -41,7 +41,11 @@ def sizes_by_layer(config: PreTrainedConfig) -> list[LayerSizes]:
     text = config.get_text_config(decoder=True)
     if getattr(text, "is_heterogeneous", False):
         return [_layer_sizes(layer) for layer in text.per_layer_config]
-    return [_layer_sizes(text)] * text.num_hidden_layers
+    sizes = _layer_sizes(text)
+    if text.model_type == "mimo_v2_flash":  # where a window is seen, twice as many heads of keys and values
+        windowed = sizes._replace(kv_heads=2 * sizes.kv_heads, cached_heads=2 * sizes.cached_heads)
+        return [windowed if kind == "sliding_attention" else sizes for kind in text.layer_types]
+    return [sizes] * text.num_hidden_layers
 
 
 def trained_context(config: PreTrainedConfig) -> int | None:
@@ -58,7 +62,8 @@ def _layer_sizes(layer: PreTrainedConfig) -> LayerSizes:
         expanded = layer.qk_nope_head_dim + layer.v_head_dim + key_dim  # keys are then joined anew
         return LayerSizes(heads, 1, key_dim, layer.v_head_dim, 1, cached, intermediate, expanded)
     width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-    return LayerSizes(heads, kv_heads, width, width, kv_heads, 2 * width, intermediate)
+    value_width = getattr(layer, "v_head_dim", None) or width
+    return LayerSizes(heads, kv_heads, width, value_width, kv_heads, width + value_width, intermediate)
 
 
 def _kv_heads(layer: PreTrainedConfig) -> int:
