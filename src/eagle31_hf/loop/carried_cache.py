@@ -10,6 +10,8 @@ prompt agree. The drafter's own keys and values travel in the same place.
     new tokens only           nothing to compare with: the target's cache is believed, as plain `generate` does. Without
                               a record the drafter starts midway, its cache shorter than the target's.
 
+Where plain decoding takes over and is given the whole prompt, a cache with a record is emptied (`forget_text`).
+
 A drafter that starts midway needs no position offset: its rotary positions count only as differences. It sees less
 context, so fewer of its drafts may be accepted; the text is the target's either way. Reading the history again for the
 drafter's sake alone would cost the very prefill that the cache saves.
@@ -84,6 +86,13 @@ class Eagle31CacheState:
         if not (0 <= here < found.shape[1] and 0 <= there < self.key_checksum.shape[1]):
             return False
         return torch.equal(found[:, here], self.key_checksum[:, there])
+
+
+def forget_text(cache: DynamicCache, config: PreTrainedConfig) -> None:
+    """Empty a cache that remembers its text, for a loop that would believe that it is the prompt's."""
+    if getattr(cache, "eagle31_state", None) is not None:
+        cache.layers = DynamicCache(config=config).layers
+        cache.eagle31_state = None  # type: ignore[attr-defined]
 
 
 def _checksum(cache: DynamicCache) -> Tensor:

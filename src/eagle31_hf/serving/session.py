@@ -1,7 +1,7 @@
 """A chat with one pair, turn after turn, without a terminal: what is said, what is kept, how an answer is stopped.
 
-The caches of target and drafter travel from turn to turn (`loop.carried_cache`), so that only what is new is read.
-After `undo` or `retry` they are cut back to where the texts part.
+Answers are written by `generate`. One cache travels from turn to turn, so that only what is new is read; how much of it
+holds for the next prompt is `loop.carried_cache`'s to say.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 from transformers.generation.streamers import BaseStreamer
 
 from ..drafter.assistant import Assistant
-from ..drafting.shape import LONGEST_STEERED
 from ..errors import ConfigurationError
-from ..loop.drafting import draft_shape
 from ..sampling.logits_processing import sampling_options
 from ..stats import SpeculationStats
 from ..targets.binding import CACHE_ARGUMENT
@@ -97,7 +95,7 @@ class ChatSession:
         self.turns: list[Message] = []
         self.answers: list[Answer] = []
         self._stop = _StopWhenAsked()
-        self._forget_cache()
+        self._cache = DynamicCache(config=target.config)
 
     @property
     def messages(self) -> list[Message]:
@@ -152,23 +150,23 @@ class ChatSession:
         pieces = _PieceStreamer(decoder, AnswerParser(self.tokenizer, form, ids), on_piece)
         self._stop.asked = False
         started = time.perf_counter()
-        length = self._generate(ids, most, pieces)
+        written = self._generate(ids, most, pieces)
         seconds = time.perf_counter() - started
         stats = self.drafter.stats
         assert stats is not None, "generate with our drafter leaves stats"
-        stats.new_tokens = length - len(ids)  # other loops do not count
-        finish = "stopped" if self._stop.asked else "length" if stats.new_tokens >= most else "stop"
+        if stats.loop != "own":  # the cache holds a text that is recorded nowhere
+            self._cache = DynamicCache(config=self.target.config)
+        finish = "stopped" if self._stop.asked else "length" if written >= most else "stop"
         first_token_s = (pieces.first_at or started) - started
         return Answer(pieces.content, pieces.thought, stats, len(ids), first_token_s, seconds, finish)
 
     def _generate(self, ids: list[int], max_new_tokens: int, streamer: BaseStreamer) -> int:
-        """Write the answer; returns how long the whole text then is."""
+        """Write the answer; returns how many tokens it has."""
         prompt = torch.tensor([ids], device=self.drafter.binding.input_device)
         options = sampling_options(self.temperature)
-        cache = self._cache_for(len(ids) + max_new_tokens)
-        if cache is not None:
-            options |= {CACHE_ARGUMENT: cache, "return_dict_in_generate": True}
-        output = self.target.generate(  # type: ignore[operator]
+        if not self.drafter.binding.tree_unsupported_reason:  # else the target makes a cache of its own kind
+            options[CACHE_ARGUMENT] = self._cache
+        output: Tensor = self.target.generate(  # type: ignore[operator]
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=max_new_tokens,
@@ -177,8 +175,7 @@ class ChatSession:
             stopping_criteria=StoppingCriteriaList([self._stop]),
             **options,
         )
-        self._note_loop()
-        return output.shape[1] if isinstance(output, Tensor) else output.sequences.shape[1]
+        return output.shape[1] - len(ids)
 
     def undo(self) -> str:
         """Take the last message and its answer back. Returns the message.
@@ -195,7 +192,7 @@ class ChatSession:
     def reset(self) -> None:
         """Begin anew; the system prompt stays."""
         self.turns.clear()
-        self._forget_cache()
+        self._cache = DynamicCache(config=self.target.config)
 
     def set_temperature(self, temperature: float) -> None:
         """0 is greedy.
@@ -204,39 +201,6 @@ class ChatSession:
             ConfigurationError: not a number from 0 to 5.
         """
         self.temperature = _checked_temperature(temperature)
-
-    def _forget_cache(self) -> None:
-        self._cache = DynamicCache(config=self.target.config)
-        self._served_by_own: set[bool] = set()  # greedy answers, drawn ones
-
-    def _cache_for(self, longest: int) -> DynamicCache | None:
-        """What to hand to a turn whose text may come to `longest` tokens; `None` if it may not be carried.
-
-        A cache with content is handed only to a turn that our own loop is certain to write: others believe that a cache
-        belongs to the prompt, which after `undo` it does not. So the first greedy and the first drawn answer begin
-        anew, and show which loop writes such answers.
-        """
-        if not self._is_for_own_loop(longest):
-            self._forget_cache()
-            return None
-        if (self.temperature > 0) not in self._served_by_own:
-            self._cache = DynamicCache(config=self.target.config)
-        return self._cache
-
-    def _note_loop(self) -> None:
-        stats = self.drafter.stats
-        if stats is not None and stats.loop == "own":
-            self._served_by_own.add(self.temperature > 0)
-        else:
-            self._forget_cache()
-
-    def _is_for_own_loop(self, longest: int) -> bool:
-        binding, settings = self.drafter.binding, self.drafter.generation_config
-        limit = binding.rotates_alike_up_to
-        if settings.speculation_loop not in ("auto", "own") or binding.tree_unsupported_reason:
-            return False
-        drafts = [draft_shape(self.drafter, rows=1, sampled=False, by_graphs=by) for by in (False, True)]
-        return limit is None or longest + max(LONGEST_STEERED, *(draft.depth for draft in drafts)) <= limit
 
 
 def _checked_temperature(temperature: float) -> float:
