@@ -20,6 +20,7 @@ def test_it_says_first_whether_the_text_is_the_same_and_writes_every_figure(tmp_
     out = run("bench", TARGET, DRAFTER, *SHORT, "--batch", "1,2", "--price-per-hour", 0.5, "--json", path,
               "--plot", tmp_path / "speed.png").stdout  # fmt: skip
     assert max(map(len, out.splitlines())) <= 100
+    assert "the same text as plain generate: 18 of 18" in out.splitlines()
     for heading in ("greedy, 1 row", "greedy, 2 rows", "same text", "per 1M", "kind"):
         assert heading in out
     record = json.loads(path.read_text())

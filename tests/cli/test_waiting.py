@@ -39,15 +39,15 @@ def test_measuring_says_now_and_then_how_far_it_is(
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     out = Console(file=io.StringIO())
     with progress.progress_bar(out) as advance:
-        advance(0.25)
+        advance("measuring", 1, 4)
         monkeypatch.setattr(progress, "LINE_EVERY_S", 60.0)
-        advance(0.5)
-    assert capsys.readouterr().err == "measuring: 25%\n"
+        advance("measuring", 2, 4)
+    assert capsys.readouterr().err == "measuring: 1 of 4\n"
     assert out.file.getvalue() == "", "tables go there"  # type: ignore[attr-defined]
 
 
 def test_a_terminal_gets_a_bar() -> None:
     out = Console(file=io.StringIO(), force_terminal=True, width=60)
     with progress.progress_bar(out) as advance:
-        advance(0.5)
-    assert "50%" in out.file.getvalue()  # type: ignore[attr-defined]
+        advance("measuring", 2, 4)
+    assert "2/4" in out.file.getvalue()  # type: ignore[attr-defined]

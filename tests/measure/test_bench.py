@@ -1,7 +1,9 @@
 """Methods in turns: each text is compared with plain `generate`'s, and a wrong one has no speedup."""
 
 import json
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from eagle31_hf import NoDrafter
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.measure import gauges
+from eagle31_hf.measure import bench, gauges
 from eagle31_hf.measure.bench import (
     PLAIN,
     PLAIN_BY_GRAPHS,
@@ -63,6 +65,20 @@ def test_every_method_writes_plain_generates_text(measured_once):
     without_drafts = next(call for call in calls if call.method.writer is Writer.NO_DRAFTS)
     assert without_drafts.stats.drafted == 0
     assert len(without_drafts.gaps_s) == 11
+
+
+def test_no_turn_begins_after_the_minutes_are_over(monkeypatch):
+    settings = replace(SETTINGS, rows=(1, 2), minutes=2.0)
+    assert measured(settings).turns == 8, "there is time for all"
+    clock = iter(range(0, 10_000, 25))  # seconds, a minute for each number of rows
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter))
+    seen = []
+    cut = Bench(drafter_of("llama"), tasks(2), settings, on_turn=lambda *counts: seen.append(counts)).run()
+    assert (cut.turns, cut.of) == (6, 8)
+    assert seen == [(turn, 8) for turn in range(1, 7)]
+    result = summarise(cut)
+    assert all(each.speedup is not None for each in result.methods)
+    assert any("Stopped after 2 minutes: 6 of 8 turns." in str(part) for part in bench_parts(result))
 
 
 def test_methods_take_turns_at_being_first():

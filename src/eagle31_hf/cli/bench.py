@@ -48,6 +48,9 @@ class BenchOptions:
         metadata=option("Rows written together, one or several numbers.", callback=_numbers),
     )
     repeats: int = field(default=3, metadata=option("Passes over the prompts.", min=1))
+    minutes: float = field(
+        default=3.0, metadata=option("Most minutes, compiling and warming up aside; 0: until all is measured.", min=0.0)
+    )
     seed: int = field(default=0, metadata=option("Of the first text; every other's follows from it.", min=0))
 
 
@@ -84,6 +87,7 @@ def bench(
         rows=rows,
         repeats=options.repeats,
         seed=options.seed,
+        minutes=options.minutes or None,
     )
     tasks = [Task(prompt, encode(loaded, prompt.opening)["input_ids"][0]) for prompt in prompts]
     measured = measure_in_turns(console, loaded, tasks, settings)
@@ -95,7 +99,8 @@ def bench(
     for part in bench_parts(result, price_per_hour):
         console.print(part)
     if plot is not None:
-        plot_bench(result, plot)
+        where = conditions_line(measured, made_by).plain
+        plot_bench(result, plot, title=f"{loaded.name}, drafts by {names['drafter']}", footer=where)
         console.print(f"plot: {plot}")
     if not result.is_exact:
         raise typer.Exit(1)

@@ -20,10 +20,11 @@ from ..measure.plots import plot_drift
 from ..measure.readings import Subject
 from ..measure.tables import figure_table
 from ..texts.prompts import read_prompts
-from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
+from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 from .pairs import DeviceName, DTypeName, PairSource, encode, load_pair
-from .progress import waiting_for
+from .progress import progress_bar
 
+MINUTES = 2.0
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
@@ -40,6 +41,10 @@ def doctor(
         typer.Option(min=1, help="Most prompts; default: 20 of a file, spread over its rows, or all own ones."),
     ] = None,
     new_tokens: Annotated[int, typer.Option(min=16, help="Tokens written after each prompt.")] = 48,
+    thorough: Annotated[
+        bool,
+        typer.Option("--thorough", help=f"Write all texts, instead of what {MINUTES:g} minutes allow."),
+    ] = False,
     drift: Annotated[bool, typer.Option("--drift", help="Also probe for attention drift.")] = False,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the drift plot to this PNG or SVG.")] = None,
     dtype: Annotated[DTypeName, typer.Option(help="Precision; auto is what is quick here.")] = "auto",
@@ -64,8 +69,14 @@ def doctor(
         encode=lambda conversation: encode(pair, conversation),
         folder=Path(drafter) if drafter is not None and Path(drafter).is_dir() else None,
     )
-    with waiting_for(f"writing {count(len(subject.conversations), 'text')} with and without the drafter"):
-        seen = examine(subject, new_tokens=new_tokens, drift=drift or plot is not None)
+    with progress_bar(console) as on_step:
+        seen = examine(
+            subject,
+            new_tokens=new_tokens,
+            drift=drift or plot is not None,
+            minutes=None if thorough else MINUTES,
+            on_step=on_step,
+        )
     write_json(json_path, {**origin(pair.eagle.binding), "target": pair.name, **seen.to_dict()})
     _show(console, seen)
     if plot is not None and seen.drift:

@@ -172,10 +172,13 @@ def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], 
         console.print("Compiling what no earlier run has left: minutes the first time, nothing the second.")
     with progress_bar(console) as advance:
 
-        def made(count: int, of: int) -> None:
-            console.print(f"  graph {count} of {of} compiled", style="dim")
+        def on_turn(done: int, of: int) -> None:
+            advance("measuring", done, of)
 
-        return Bench(pair.drafter, tasks, settings, on_share=advance, on_made=made).run()
+        def on_made(made: int, of: int) -> None:
+            advance("compiling graphs", made, of)
+
+        return Bench(pair.drafter, tasks, settings, on_turn=on_turn, on_made=on_made).run()
 
 
 def _measure(console: Console, pair: LoadedPair, tasks: Sequence[Task], shown: Shown) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is told while a command takes its time: moving in a terminal, elsewhere a line on stderr now and then."""
+"""What a command shows while it works: a moving line in a terminal, elsewhere a line on stderr now and then."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .options import make_console
 
@@ -49,32 +49,30 @@ def waiting_for(what: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def progress_bar(console: Console) -> Iterator[Callable[[float], None]]:
-    """While open, a bar says how much is measured. What is yielded moves it on by shares of 1.
+def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """While open, a bar says how much is measured. What is yielded takes what, how many are done, and of how many.
 
-    It is to be called between measurements: drawing while one runs would slow it.
+    The bar is drawn once a second, so that its clock moves during a long measurement and slows none.
     """
     if not console.is_terminal:
         yield _lines_now_and_then()
         return
-    with Progress(console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("measuring", total=1.0)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, refresh_per_second=1) as progress:
+        task = progress.add_task("warming up", total=None)
+        yield lambda what, done, of: progress.update(task, description=what, completed=done, total=of)
 
-        def advance(share: float) -> None:
-            progress.advance(task, share)
-            progress.refresh()
 
-        yield advance
+def _lines_now_and_then() -> Callable[[str, int, int], None]:
+    console, printed_at = make_console(stderr=True), time.monotonic()
 
-
-def _lines_now_and_then() -> Callable[[float], None]:
-    console, told_at, done = make_console(stderr=True), time.monotonic(), 0.0
-
-    def advance(share: float) -> None:
-        nonlocal told_at, done
-        done += share
-        if time.monotonic() - told_at >= LINE_EVERY_S:
-            told_at = time.monotonic()
-            console.print(f"measuring: {done:.0%}", markup=False)
+    def advance(what: str, done: int, of: int) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at >= LINE_EVERY_S:
+            printed_at = time.monotonic()
+            console.print(f"{what}: {done} of {of}", markup=False)
 
     return advance

@@ -110,7 +110,8 @@ class BenchSettings:
         rows: how many prompts are written together, one setting after the other.
         repeats: passes over all prompts.
         seed: the first turn's; the others' follow from it.
-        sampling: what else `generate` is told; what is left out is as the target's generation config says.
+        minutes: no further turn is begun after so long, compiling and warming up aside; `None`: all are measured.
+        sampling: further keyword arguments of `generate`; what is left out is as the target's generation config says.
     """
 
     methods: tuple[Method, ...] = all_methods(by_graphs=False)
@@ -119,6 +120,7 @@ class BenchSettings:
     rows: tuple[int, ...] = (1,)
     repeats: int = 3
     seed: int = 0
+    minutes: float | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
@@ -189,12 +191,15 @@ class Measured:
     """All calls of a run.
 
     Attributes:
+        turns, of: how many turns were measured before the time was up, and of how many.
         left_out: methods that could not run, and why.
         graphs, graphs_s: how many graphs were compiled and kept before anything counted, and the seconds it took.
     """
 
     settings: BenchSettings
     calls: list[Call] = field(default_factory=list)
+    turns: int = 0
+    of: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
     graphs: int = 0
     graphs_s: float = 0.0
@@ -207,7 +212,7 @@ class Bench:
         assistant: a drafter, or `NoDrafter`, attached to the target.
         tasks: what to write.
         settings: how.
-        on_share: called between measurements with the share of all that the last one was.
+        on_turn: called between measurements with how many are done, and of how many.
         on_made: called with how many graphs are compiled, of how many that were begun.
 
     Raises:
@@ -220,14 +225,14 @@ class Bench:
         tasks: Sequence[Task],
         settings: BenchSettings,
         *,
-        on_share: Callable[[float], None] = lambda share: None,
+        on_turn: Callable[[int, int], None] = lambda done, of: None,
         on_made: Callable[[int, int], None] = lambda made, of: None,
     ):
         settings.check()
         if not tasks:
             raise ConfigurationError("got no prompts to measure on; wanted at least one")
         self.tasks, self.settings = tasks, settings
-        self._assistant, self._on_share, self._on_made = assistant, on_share, on_made
+        self._assistant, self._on_turn, self._on_made = assistant, on_turn, on_made
         self.binding = assistant.binding
         self.alone = assistant if isinstance(assistant, NoDrafter) else _without_drafter(assistant)
         self._peak = PeakGauge(self.binding.head_device)
@@ -237,19 +242,23 @@ class Bench:
         self._measured = Measured(settings)
 
     def run(self) -> Measured:
-        """Write everything."""
+        """Write everything that there is time for: at least one turn with each number of rows."""
         by_graphs = any(method.by_graphs for method in self.settings.methods)
-        turns = {rows: self._turns(rows) for rows in dict.fromkeys(self.settings.rows)}
-        total = sum(map(len, turns.values()))
+        by_rows = [self._turns(rows) for rows in dict.fromkeys(self.settings.rows)]
+        measured, measured.of = self._measured, sum(map(len, by_rows))
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng())
             no_graphs = self._open_compilers(stack) if by_graphs else ""
-            for same_rows in turns.values():
-                methods = self._ready_methods(same_rows, no_graphs)
-                for turn in same_rows:
-                    self._measured.calls += self._measure(turn, methods)
-                    self._on_share(1 / total)
-        return self._measured
+            for turns in by_rows:
+                methods = self._ready_methods(turns, no_graphs)
+                end = time.monotonic() + 60 * (self.settings.minutes or math.inf) / len(by_rows)
+                for place, turn in enumerate(turns):
+                    if place and time.monotonic() >= end:
+                        break
+                    measured.calls += self._measure(turn, methods)
+                    measured.turns += 1
+                    self._on_turn(measured.turns, measured.of)
+        return measured
 
     def _turns(self, rows: int) -> list[Turn]:
         """Neighbours of one kind together; the last batch of a kind is filled up from its first."""

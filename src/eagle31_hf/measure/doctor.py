@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,14 +23,26 @@ from ..texts.prompts import Prompt
 from .bench import PLAIN, Bench, BenchSettings, Method, Task, Writer
 from .drift import DriftCurve, form_of, probe_drift
 from .exactness import TIE_ROUNDINGS, Kind
-from .readings import ReadingScore, Subject, layers_to_keep, other_readings, replay, score_readings, score_vocabulary
-from .results import MethodResult, summarise
+from .readings import (
+    OnStep,
+    ReadingScore,
+    Subject,
+    layers_to_keep,
+    other_readings,
+    replay,
+    score_readings,
+    score_vocabulary,
+)
+from .results import MethodResult, Spread, summarise
 
 DEPTH = 5
 GOOD_LENGTH, USELESS_LENGTH = 2.0, 1.3
 """Tokens a pass from which a drafter is worth its time on most machines, and below which on none."""
 SHARE_OF_CARD = 0.8
 """Of the acceptance length a card promises; less is a sign that the target is another one than it was trained for."""
+
+FEWEST_REPLAYED = 4
+"""Texts that every reading of the configuration is tried on, however long it takes."""
 
 Level = Literal["ok", "note", "problem"]
 
@@ -48,9 +62,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Written:
-    """Every prompt answered by plain `generate` and with the drafter, in turns: `result` is the drafter's."""
+    """Prompts answered by plain `generate`, by our loop without drafts and with the drafter, in turns.
+
+    `result` is the drafter's; `by_drafts` is its speed over the same loop without drafts, `None` where texts differ.
+    """
 
     result: MethodResult
+    by_drafts: Spread | None
     texts: list[Tensor]  # `(T,)` prompts with what plain `generate` wrote
 
     @property
@@ -83,14 +101,16 @@ class Examination:
         length, speedup = self.greedy.tokens_per_pass, self.greedy.result.speedup
         if not (self.greedy.is_exact and self.sampled.is_exact) or speedup is None:
             return f"do without until this is understood: the text is not the target's own ({length:.2f} tokens a pass)"
-        figures = f"{length:.2f} tokens a pass, {speedup.median:.2f} times plain decoding on this machine"
+        figures = f"{length:.2f} tokens a pass, {speedup.median:.2f} times plain generate on this machine"
+        if self.greedy.by_drafts is not None:
+            figures += f", {self.greedy.by_drafts.median:.2f} times our loop without drafts"
         if any(finding.check in ("layers and norms", "draft vocabulary") for finding in self.problems):
             return f"mend its configuration first, see above ({figures})"
         if length < USELESS_LENGTH:
             return f"do without, or retrain it for this target and these prompts ({figures})"
         if length < GOOD_LENGTH:
             return f"retrain it: it works, but accepts little ({figures})"
-        if speedup.median < 1.0:
+        if (self.greedy.by_drafts or speedup).median < 1.0:
             return f"it drafts well, but not faster than this target decodes: try shorter drafts or graphs ({figures})"
         return f"use it ({figures})"
 
@@ -101,63 +121,121 @@ class Examination:
             "findings": [asdict(finding) for finding in self.findings],
             "greedy": self.greedy.result.to_dict(),
             "sampled": self.sampled.result.to_dict(),
+            "over_no_drafts": self.greedy.by_drafts and asdict(self.greedy.by_drafts),
             "readings": [asdict(score) for score in self.readings],
             "drift": [curve.to_dict() for curve in self.drift],
         }
 
 
-def examine(subject: Subject, *, new_tokens: int = 48, drift: bool = False) -> Examination:
-    """Look at everything. Takes a minute on a small pair, a few on a large one.
+def examine(
+    subject: Subject,
+    *,
+    new_tokens: int = 48,
+    drift: bool = False,
+    minutes: float | None = None,
+    on_step: OnStep = lambda what, done, of: None,
+) -> Examination:
+    """Look at everything that there is time for.
 
     Args:
         new_tokens: written after each prompt.
-        drift: also probe for attention drift.
+        drift: also probe for attention drift, however long it takes.
+        minutes: about how long it may take; at least one text is written each way. `None`: all are written.
+        on_step: shows what is done.
     """
+    begun = time.monotonic()
     findings = preflight(subject)
     prompts = [subject.encode(conversation)["input_ids"][0] for conversation in subject.conversations]
-    greedy = write_both(subject.drafter, prompts, new_tokens=new_tokens)
-    sampled = write_both(subject.drafter, prompts, new_tokens=new_tokens, temperature=1.0)
+
+    def write(what: str, share: float, temperature: float = 0.0) -> Written:
+        return write_both(
+            subject.drafter,
+            prompts,
+            new_tokens=new_tokens,
+            temperature=temperature,
+            minutes=None if minutes is None else minutes * share,
+            on_turn=lambda done, of: on_step(what, done, of),
+        )
+
+    greedy = write("greedy texts", 0.5)
+    sampled = write("sampled texts", 0.25, temperature=1.0)
     findings += [_text_finding("same text, greedy", greedy), _text_finding("same text, sampled", sampled)]
     findings.append(_acceptance_finding(greedy, promised_acceptance(subject.folder)))
+    if min(len(greedy.texts), len(sampled.texts)) < len(prompts):
+        written = f"{len(greedy.texts)} greedy and {len(sampled.texts)} sampled texts of {len(prompts)} each"
+        findings.append(Finding("time", "note", f"{written} in {minutes:g} minutes", "--thorough writes all"))
     seen = Examination(greedy, sampled, findings)
     # Greedy ones alone tell small differences too late.
-    if texts := _read_texts(subject.drafter, [*greedy.texts, *sampled.texts], prompts * 2):
-        seen.readings, found = reading_findings(subject.drafter, texts)
+    pairs = (list(zip(written.texts, prompts, strict=False)) for written in (greedy, sampled))
+    both = [pair for neighbours in zip_longest(*pairs) for pair in neighbours if pair is not None]
+    seconds = None if minutes is None else begun + 60 * minutes - time.monotonic()
+    if texts := _read_texts(subject.drafter, both, seconds):
+        seen.readings, found = reading_findings(subject.drafter, texts, on_step)
         findings += found
     if drift:
-        seen.drift = probe_drift(subject, new_tokens=new_tokens)
+        seen.drift = probe_drift(subject, new_tokens=new_tokens, on_step=on_step)
         findings.append(drift_finding([curve for curve in seen.drift if curve.form == seen.drift[0].form]))
     return seen
 
 
 def write_both(
-    drafter: Eagle31Drafter, prompts: Sequence[Tensor], *, new_tokens: int, temperature: float = 0.0
+    drafter: Eagle31Drafter,
+    prompts: Sequence[Tensor],
+    *,
+    new_tokens: int,
+    temperature: float = 0.0,
+    minutes: float | None = None,
+    on_turn: Callable[[int, int], None] = lambda done, of: None,
 ) -> Written:
-    """Answer every prompt `(T,)` with and without the drafter, by one seed where it is sampled.
+    """Answer prompts `(T,)` with and without the drafter, by one seed where it is sampled.
 
     Args:
         temperature: 0 is greedy; else tokens are drawn from the whole vocabulary.
+        minutes: no further prompt is begun after so long.
+        on_turn: called with how many prompts are answered, and of how many.
     """
     tasks = [Task(Prompt(f"{number}", "doctor", "doctor", ()), ids) for number, ids in enumerate(prompts)]
     settings = BenchSettings(
-        (PLAIN, Method(Writer.DRAFTER, by_graphs=None)),
+        (PLAIN, Method(Writer.NO_DRAFTS, by_graphs=None), Method(Writer.DRAFTER, by_graphs=None)),
         new_tokens=new_tokens,
         temperature=temperature,
         repeats=1,
+        minutes=minutes,
         sampling={"num_beams": 1} | ({"top_k": 0, "top_p": 1.0} if temperature else {}),
     )
-    plain, result = summarise(Bench(drafter, tasks, settings).run()).methods
+    measured = Bench(drafter, tasks, settings, on_turn=on_turn).run()
+    plain, no_drafts, result = summarise(measured).methods
+    by_drafts = None if no_drafts.refusal else replace(result, plain=no_drafts.calls).speedup
     answers = [torch.tensor(call.answers[0]) for call in plain.calls]
-    return Written(result, [torch.cat((ids.cpu(), answer)) for ids, answer in zip(prompts, answers, strict=True)])
+    return Written(
+        result, by_drafts, [torch.cat((ids.cpu(), answer)) for ids, answer in zip(prompts, answers, strict=False)]
+    )
 
 
-def _read_texts(drafter: Eagle31Drafter, texts: Sequence[Tensor], prompts: Sequence[Tensor]) -> list[TargetText]:
-    """Those that are long enough, with the hidden states that any reading wants."""
+def _read_texts(
+    drafter: Eagle31Drafter, texts: Sequence[tuple[Tensor, Tensor]], seconds: float | None
+) -> list[TargetText]:
+    """Those that are long enough, with the hidden states that any reading wants: as many as can be replayed by every
+    reading in so many seconds. Each comes with its prompt."""
     binding = drafter.binding
     config, count = drafter.config, len(binding.layers)
-    keep = sorted(layers_to_keep(config, other_readings(config, count), count))
-    read = [read_text(binding, ids, len(prompt), keep) for ids, prompt in zip(texts, prompts, strict=True)]
-    return [text for text in read if len(text.starts(DEPTH)) > 0]
+    readings = other_readings(config, count)
+    keep = sorted(layers_to_keep(config, readings, count))
+    read: list[TargetText] = []
+    begun, each = time.monotonic(), 0.0
+    for ids, prompt in texts:
+        spent = time.monotonic() - begun
+        if seconds is not None and len(read) >= FEWEST_REPLAYED and spent + (len(read) + 1) * each > seconds:
+            break
+        text = read_text(binding, ids, len(prompt), keep)
+        if not len(text.starts(DEPTH)):
+            continue
+        read.append(text)
+        if not each:  # for the draft vocabulary, as it is, and by each reading
+            started = time.monotonic()
+            replay(drafter, text, depth=DEPTH)
+            each = (2 + len(readings)) * (time.monotonic() - started)
+    return read
 
 
 # --- before anything runs ---------------------------------------------------------------------------------------------
@@ -274,10 +352,12 @@ def _acceptance_finding(greedy: Written, promised: float | None) -> Finding:
     )
 
 
-def reading_findings(drafter: Eagle31Drafter, texts: Sequence[TargetText]) -> tuple[list[ReadingScore], list[Finding]]:
+def reading_findings(
+    drafter: Eagle31Drafter, texts: Sequence[TargetText], on_step: OnStep = lambda what, done, of: None
+) -> tuple[list[ReadingScore], list[Finding]]:
     """What other readings of the configuration, and of d2t, say of the same texts; layers only where d2t is right."""
     if isinstance(drafter.config, MtpConfig):  # it drafts by the target's own rows
-        scores = score_readings(drafter, texts, other_readings(drafter.config, 0), depth=DEPTH)
+        scores = score_readings(drafter, texts, other_readings(drafter.config, 0), DEPTH, on_step)
         return scores, [_head_finding(drafter.config, scores)]
     vocabulary = score_vocabulary(drafter, texts, [replay(drafter, text, depth=DEPTH) for text in texts])
     text = f"{vocabulary.as_mapped:.0%} of first drafts right by d2t, {vocabulary.as_seen:.0%} by what followed them"
@@ -285,7 +365,8 @@ def reading_findings(drafter: Eagle31Drafter, texts: Sequence[TargetText]) -> tu
         advice = "d2t maps draft ids to the wrong tokens: offsets and ids may be mixed up, or it is of another drafter"
         wrong = Finding("draft vocabulary", "problem", text, advice)
         return [], [wrong, Finding("layers and norms", "note", "not tried while d2t is wrong")]
-    scores = score_readings(drafter, texts, other_readings(drafter.config, len(drafter.binding.layers)), depth=DEPTH)
+    readings = other_readings(drafter.config, len(drafter.binding.layers))
+    scores = score_readings(drafter, texts, readings, DEPTH, on_step)
     return scores, [_reading_finding(scores), Finding("draft vocabulary", "ok", text)]
 
 

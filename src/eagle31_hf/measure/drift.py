@@ -18,8 +18,8 @@ from torch import Tensor
 from ..config import MtpConfig
 from ..demo import Messages
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.replay import StartsCache, read_text
-from .readings import Replay, Subject, read_as, replay
+from ..drafter.replay import StartsCache, TargetText, read_text
+from .readings import OnStep, Replay, Subject, read_as, replay
 
 SINK_TOKENS = 4
 """First tokens of a prompt counted as its sink (StreamingLLM, arXiv 2309.17453, keeps four)."""
@@ -76,7 +76,9 @@ OTHER_TEMPLATE = "another template"
 """The same messages without the template's marks, as a client sends them that knows another template."""
 
 
-def probe_drift(subject: Subject, *, new_tokens: int, depth: int = DEPTH) -> list[DriftCurve]:
+def probe_drift(
+    subject: Subject, *, new_tokens: int, depth: int = DEPTH, on_step: OnStep = lambda what, done, of: None
+) -> list[DriftCurve]:
     """Curves of the drafter, and of the same weights with the feedback normed or not, under every condition."""
     turned = read_as(subject.drafter, {"norm_output": not subject.drafter.config.norm_output})
     forms = {form_of(subject.drafter): subject.drafter, f"{form_of(turned)} by the same weights": turned}
@@ -84,14 +86,12 @@ def probe_drift(subject: Subject, *, new_tokens: int, depth: int = DEPTH) -> lis
     curves = []
     try:
         for condition, prompts in _prompts_by_condition(subject).items():
-            usable = []
+            usable: list[TargetText] = []
             for prompt in prompts:
-                model, kwargs = (
-                    binding.model,
-                    {"do_sample": False, "num_beams": 1, "max_new_tokens": new_tokens + depth},
-                )
-                ids = model.generate(**prompt, **kwargs)[0].cpu()
+                kwargs = {"do_sample": False, "num_beams": 1, "max_new_tokens": new_tokens + depth}
+                ids = binding.model.generate(**prompt, **kwargs)[0].cpu()
                 text = read_text(binding, ids, prompt["input_ids"].shape[1], binding.aux_layers)
+                on_step(f"drift, {condition}", len(usable), len(prompts))
                 usable += [text] if len(text.starts(depth)) else []
             for form, drafter in forms.items() if usable else ():
                 seen = [ObservedCache(text.starts(depth).to(drafter.fc.weight.device)) for text in usable]

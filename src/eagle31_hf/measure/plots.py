@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigurationError
 from ..memory.cards import GIB
 from .results import BenchResult, MethodResult
+from .tables import verdict_line
 
 if TYPE_CHECKING:
     from ..memory import MemoryPlan
@@ -23,19 +24,28 @@ STYLE: Any = {
 }  # fmt: skip
 
 
-def plot_bench(result: BenchResult, path: Path) -> None:
-    """Speed over plain `generate` by kind of prompt, and beside it how far drafts are accepted; of the fewest rows.
+def plot_bench(result: BenchResult, path: Path, *, title: str, footer: str) -> None:
+    """Speed over plain `generate` by kind of prompt, and below it how far drafts are accepted; of the fewest rows.
+
+    Upright, so that it can be read on a phone.
+
+    Args:
+        title: what was measured.
+        footer: where, and how.
 
     Raises:
         ConfigurationError: matplotlib is not installed, or the picture cannot be written.
     """
     shown = [each for each in result.with_rows(min(result.measured.settings.rows)) if each.method.drafts]
     kinds = list(dict.fromkeys(kind for each in shown for kind in each.by_kind))
-    figure = _new_figure(10, max(3.4, 1.2 + 0.3 * len(kinds) * len(shown)))
-    left, right = figure.subplots(1, 2)
-    _draw_kinds(left, shown, kinds)
-    _draw_positions(right, shown)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    height = max(2.6, 0.8 + 0.3 * len(kinds) * len(shown))
+    figure = _new_figure(6.4, height + 4.6)
+    upper, lower = figure.subplots(2, 1, height_ratios=[height, 3])
+    _draw_kinds(upper, shown, kinds)
+    _draw_positions(lower, shown)
+    figure.suptitle(f"{title}\n{verdict_line(result)}", fontsize=13, wrap=True)
+    upper.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    figure.supxlabel(footer, fontsize=9, wrap=True)
     _save(figure, path)
 
 
@@ -45,7 +55,7 @@ def _draw_kinds(axes: Any, results: Sequence[MethodResult], kinds: Sequence[str]
     for number, result in enumerate(results):
         speeds = {place: result.by_kind[kind].speedup for place, kind in enumerate(kinds) if kind in result.by_kind}
         known = {place: speed for place, speed in speeds.items() if speed is not None}
-        axes.barh(
+        bars = axes.barh(
             [place + (number - (len(results) - 1) / 2) * thick for place in known],
             [speed.median for speed in known.values()],
             thick * 0.92,
@@ -54,10 +64,12 @@ def _draw_kinds(axes: Any, results: Sequence[MethodResult], kinds: Sequence[str]
             label=result.method.name,
             error_kw={"lw": 1},
         )
+        axes.bar_label(bars, [f" {speed.median:.2f}" for speed in known.values()], padding=2, fontsize=10)
     axes.axvline(1.0, color="#222222", lw=1, ls="--")
     axes.set_yticks(range(len(kinds)), kinds)
     axes.invert_yaxis()
-    axes.set_xlabel("speed over plain generate (dashed: as fast)")
+    axes.margins(x=0.12)
+    axes.set_xlabel("times as fast as plain generate (dashed: as fast)")
 
 
 def _draw_positions(axes: Any, results: Sequence[MethodResult]) -> None:
@@ -67,7 +79,7 @@ def _draw_positions(axes: Any, results: Sequence[MethodResult]) -> None:
         axes.plot(range(1, 1 + len(shares)), shares, color=colour, marker=marker, label=result.method.name)
     axes.set_ylim(0, 1)
     axes.set_xlabel("position in the draft")
-    axes.set_ylabel("accepted, of drafts so long")
+    axes.set_ylabel("share accepted")
 
 
 SHARES = {

@@ -24,6 +24,8 @@ from ..demo import Messages
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import StartsCache, TargetText, drafts_along, rows_of_ids
 
+OnStep = Callable[[str, int, int], None]
+"""Called between measurements with what is measured, how many of it are done, and of how many."""
 STANDARD_ERRORS = 3.0
 """A reading is named if its gain is this many standard errors from none."""
 
@@ -166,12 +168,17 @@ def layers_to_keep(config: Eagle31Config, readings: Sequence[Reading], num_targe
 
 
 def score_readings(
-    drafter: Eagle31Drafter, texts: Sequence[TargetText], readings: Sequence[Reading], *, depth: int
+    drafter: Eagle31Drafter,
+    texts: Sequence[TargetText],
+    readings: Sequence[Reading],
+    depth: int,
+    on_step: OnStep = lambda what, done, of: None,
 ) -> list[ReadingScore]:
     """Replay every reading over `texts`; best first."""
     before = [replay(drafter, text, depth=depth) for text in texts]
     scores = []
-    for reading in readings:
+    for number, reading in enumerate(readings):
+        on_step("readings of its configuration", number, len(readings))
         other = read_as(drafter, reading.fields)
         try:
             after = [replay(other, text, depth=depth) for text in texts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -45,6 +46,18 @@ def verdict_text(result: MethodResult) -> str:
     if verdicts[Kind.DIFFERENT]:
         return "NO"
     return "yes, up to ties" if verdicts[Kind.TIE] else "yes" if verdicts[Kind.SAME] else ""
+
+
+def verdict_line(result: BenchResult) -> str:
+    """Of all methods: is every text plain `generate`'s?"""
+    found = Counter[Kind]()
+    for each in result.methods:
+        found += each.verdicts
+    compared = found.total() - found[Kind.REFERENCE]
+    if found[Kind.DIFFERENT]:
+        return f"NOT the same text: {found[Kind.DIFFERENT]} of {compared} differ beyond ties"
+    ties = f", {found[Kind.TIE]} up to a tie within rounding" if found[Kind.TIE] else ""
+    return f"the same text as plain generate: {compared} of {compared}{ties}"
 
 
 def speedup_text(result: MethodResult) -> str:
@@ -101,6 +114,7 @@ def kind_table(results: Sequence[MethodResult], caption: str = "") -> Table:
 def bench_parts(result: BenchResult, price_per_hour: float | None = None) -> Iterator[Table | Text]:
     """Everything that `eagle31 bench` shows."""
     settings = result.measured.settings
+    yield Text(verdict_line(result), style="bold" if result.is_exact else "bold red")
     sampling = f"temperature {settings.temperature:g}" if settings.temperature else "greedy"
     for rows in dict.fromkeys(settings.rows):
         results = result.with_rows(rows)
@@ -115,7 +129,10 @@ def bench_parts(result: BenchResult, price_per_hour: float | None = None) -> Ite
 def bench_notes(result: BenchResult) -> Iterator[Text]:
     """What tables cannot say: ties and errors, what was left out, steps down."""
     measured = result.measured
-    lines = [f"Left out: {name}: {why}." for name, why in measured.left_out.items()]
+    lines = []
+    if measured.turns < measured.of:
+        lines.append(f"Stopped after {measured.settings.minutes:g} minutes: {measured.turns} of {measured.of} turns.")
+    lines += [f"Left out: {name}: {why}." for name, why in measured.left_out.items()]
     if measured.graphs:
         lines.append(f"{measured.graphs} graphs were compiled in {measured.graphs_s:.0f} s and kept.")
     for each in result.methods:
