@@ -51,7 +51,7 @@ def test_the_package_is_the_command_too() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_is_listed_of_a_command_is_what_it_says_itself(name: str) -> None:
     real = LazyCommand(name=name, callback=None).load()
-    assert (real.help or "").split("\n\n")[0].replace("\n", " ") == COMMANDS[name]
+    assert (real.help or "").split("\n\n")[0].replace("\n", " ") == COMMANDS[name][1]
 
 
 @pytest.mark.parametrize(

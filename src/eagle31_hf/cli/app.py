@@ -18,24 +18,39 @@ from typer.main import get_command
 from .. import __version__
 from ..errors import removal
 
+USE, MEASURE, MAKE = "Use", "Measure", "Make drafters"
 COMMANDS = {
-    "demo": "Watch the embedded pair write, then measure plain decoding against EAGLE, compiled and not. Needs no "
-    "network.",
-    "generate": "Answer a prompt with any pair, accepted drafts coloured, and measure plain generate against EAGLE.",
-    "plan": "Plan a run's memory from configurations alone. Exit code 1 if it does not fit.",
-    "convert": 'Write a drafter checkpoint in another layout; "plain" is the one vLLM and SGLang both read.',
-    "chat": "Chat with a pair: answers stream, history is not read twice, /help lists the commands.",
-    "serve": "Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running "
-    "batch.",
-    "warmup": "Compile a pair's graphs for this machine, and keep them. Takes minutes, once.",
-    "push": "Publish a drafter with its card and records; shows what would be uploaded unless told to upload.",
-    "train": "Make a drafter for a target: let it write, distil, improve acceptance, publish. Prints its plan first.",
-    "doctor": "Examine a pair: does it fit, is the text exact, how much is accepted, is its configuration right?",
-    "mtp": "Take the MTP head out of a target, or put it back into a fine-tune that was saved without it.",
-    "inspect": "Tell what a drafter checkpoint is, from its headers alone.",
-    "bench": "Measure what a pair is worth here: plain generate, our loop, lookups and the drafter in turns.",
+    "demo": (USE, "Watch the embedded pair write, then measure it against plain decoding. Needs no network."),
+    "chat": (USE, "Chat with a pair: answers stream, history is not read twice, /help lists the commands."),
+    "serve": (
+        USE,
+        "Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running "
+        "batch.",
+    ),
+    "generate": (
+        USE,
+        "Answer a prompt with any pair, accepted drafts coloured, and measure plain generate against EAGLE.",
+    ),
+    "plan": (USE, "Plan a run's memory from configurations alone. Exit code 1 if it does not fit."),
+    "warmup": (USE, "Compile a pair's graphs for this machine, and keep them. Takes minutes, once."),
+    "doctor": (MEASURE, "Examine a pair: does it fit, is the text exact, how much is accepted, is it set up right?"),
+    "bench": (
+        MEASURE,
+        "Measure what a pair is worth here: plain generate, our loop, lookups and the drafter in turns.",
+    ),
+    "train": (
+        MAKE,
+        "Make a drafter for a target: let it write, distil, improve acceptance, publish. Prints its plan first.",
+    ),
+    "mtp": (MAKE, "Take the MTP head out of a target, or put it back into a fine-tune that was saved without it."),
+    "inspect": (MAKE, "Tell what a drafter checkpoint is, from its headers alone."),
+    "convert": (
+        MAKE,
+        'Write a drafter checkpoint in another layout; "plain" is the one vLLM and SGLang both read.',
+    ),
+    "push": (MAKE, "Publish a drafter with its card and records; shows what would be uploaded unless told to upload."),
 }
-"""Each command and the first line of its help, which `eagle31 --help` shows without importing it."""
+"""Heading and first line of each command's help, which `eagle31 --help` shows without importing it."""
 
 
 class LazyCommand(TyperCommand):
@@ -67,7 +82,10 @@ class LazyCommands(TyperGroup):
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
-        self.commands = {name: LazyCommand(name=name, callback=None, help=help) for name, help in COMMANDS.items()}
+        self.commands = {
+            name: LazyCommand(name=name, callback=None, help=help, rich_help_panel=panel)
+            for name, (panel, help) in COMMANDS.items()
+        }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:

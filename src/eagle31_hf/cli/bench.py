@@ -18,7 +18,7 @@ from ..measure.results import summarise
 from ..measure.tables import bench_parts
 from ..texts.prompts import embedded_prompts, read_prompts
 from .generate import measure_in_turns
-from .option_groups import expand_options, option
+from .option_groups import MORE, expand_options, option
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 from .pairs import Drafting, LoadedPair, PairSource, encode, load_pair
 from .plan import print_decision
@@ -41,17 +41,19 @@ class BenchOptions:
         metadata=option("[NAME=]FILE or [NAME=]ORG/DATASET, several times; default: the embedded ones."),
     )
     limit: int | None = field(default=None, metadata=option("Most prompts of each, spread over its rows.", min=1))
-    new_tokens: int = field(default=128, metadata=option("Most tokens of an answer.", min=3))
-    temperature: float = field(default=0.0, metadata=option("0 is greedy.", min=0.0))
+    new_tokens: int = field(default=128, metadata=option("Most tokens of an answer.", min=3, panel=MORE))
+    temperature: float = field(default=0.0, metadata=option("0 is greedy.", min=0.0, panel=MORE))
     batch: str = field(
         default="1",
-        metadata=option("Rows written together, one or several numbers.", callback=_numbers),
+        metadata=option("Rows written together, one or several numbers.", callback=_numbers, panel=MORE),
     )
-    repeats: int = field(default=3, metadata=option("Passes over the prompts.", min=1))
+    repeats: int = field(default=3, metadata=option("Passes over the prompts.", min=1, panel=MORE))
     minutes: float = field(
         default=3.0, metadata=option("Most minutes, compiling and warming up aside; 0: until all is measured.", min=0.0)
     )
-    seed: int = field(default=0, metadata=option("Of the first text; every other's follows from it.", min=0))
+    seed: int = field(
+        default=0, metadata=option("Of the first text; every other's follows from it.", min=0, panel=MORE)
+    )
 
 
 @expand_options
@@ -64,7 +66,9 @@ def bench(
     source: PairSource,
     drafting: Drafting,
     options: BenchOptions,
-    price_per_hour: Annotated[float | None, typer.Option(min=0.0, help="Of the machine, for the cost.")] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0.0, help="Of the machine, for the cost.", rich_help_panel=MORE)
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Draw speed by kind and acceptance by position here.")
     ] = None,

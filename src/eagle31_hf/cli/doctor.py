@@ -20,6 +20,7 @@ from ..measure.plots import plot_drift
 from ..measure.readings import Subject
 from ..measure.tables import figure_table
 from ..texts.prompts import read_prompts
+from .option_groups import MORE
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 from .pairs import DeviceName, DTypeName, PairSource, encode, load_pair
 from .progress import progress_bar
@@ -38,21 +39,29 @@ def doctor(
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Most prompts; default: 20 of a file, spread over its rows, or all own ones."),
+        typer.Option(
+            min=1,
+            help="Most prompts; default: 20 of a file, spread over its rows, or all own ones.",
+            rich_help_panel=MORE,
+        ),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=16, help="Tokens written after each prompt.")] = 48,
+    new_tokens: Annotated[
+        int, typer.Option(min=16, help="Tokens written after each prompt.", rich_help_panel=MORE)
+    ] = 48,
     thorough: Annotated[
         bool,
         typer.Option("--thorough", help=f"Write all texts, instead of what {MINUTES:g} minutes allow."),
     ] = False,
     drift: Annotated[bool, typer.Option("--drift", help="Also probe for attention drift.")] = False,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the drift plot to this PNG or SVG.")] = None,
-    dtype: Annotated[DTypeName, typer.Option(help="Precision; auto is what is quick here.")] = "auto",
-    device: Annotated[DeviceName, typer.Option(help="Where to run.")] = "auto",
+    dtype: Annotated[
+        DTypeName, typer.Option(help="Precision; auto is what is quick here.", rich_help_panel=MORE)
+    ] = "auto",
+    device: Annotated[DeviceName, typer.Option(help="Where to run.", rich_help_panel=MORE)] = "auto",
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Examine a pair: does it fit, is the text exact, how much is accepted, is its configuration right?"""
+    """Examine a pair: does it fit, is the text exact, how much is accepted, is it set up right?"""
     console = make_console()
     # The prompts first: a wrong path should not cost loading a model.
     given = [prompt.opening for prompt in read_prompts([prompts], limit or 20)] if prompts else []

@@ -23,7 +23,7 @@ from ..measure.tables import bench_notes, speed_table
 from ..sampling.logits_processing import sampling_options
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
-from .option_groups import expand_options
+from .option_groups import MORE, expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors, writable_json, write_json, write_svg
 from .pairs import Drafting, LoadedPair, PairSource, encode, load_pair
 from .plan import print_decision
@@ -47,7 +47,7 @@ def demo(
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Watch the embedded pair write, then measure plain decoding against EAGLE, compiled and not. Needs no network."""
+    """Watch the embedded pair write, then measure it against plain decoding. Needs no network."""
     shown = Shown(embedded_prompts(), streamed=STREAMED_IN_DEMO, compare=compare, compiled=True, svg=svg)
     _show(load_pair(PairSource()), shown, json_path)
 
@@ -60,15 +60,19 @@ def generate(
     drafting: Drafting,
     prompt: Annotated[str | None, typer.Option(help="What to answer.", show_default=False)] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="Read the prompt from this file; - is standard input.", allow_dash=True)
+        Path | None,
+        typer.Option(
+            help="Read the prompt from this file; - is standard input.", allow_dash=True, rich_help_panel=MORE
+        ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.", rich_help_panel=MORE)] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Of the random numbers; the same seed writes the same text, in half precision up to rounding."
+            help="Of the random numbers; the same seed writes the same text, in half precision up to rounding.",
+            rich_help_panel=MORE,
         ),
     ] = None,
     compare: CompareOption = True,

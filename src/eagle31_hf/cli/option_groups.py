@@ -18,15 +18,19 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+LOADING, DRAFTS, MORE = "Loading", "Drafts", "More"
+"""Headings of a command's help below the options that most people need."""
 
-def option(help: str, *flags: str, **more: Any) -> dict[str, Any]:
+
+def option(help: str, *flags: str, panel: str | None = None, **more: Any) -> dict[str, Any]:
     """Metadata of a dataclass field that is a command line option.
 
     Args:
         flags: its names; default: the field's.
+        panel: the heading of the help under which it stands; default: the first one.
         more: what else `typer.Option` takes.
     """
-    return {"flags": flags, "option": {"help": help, **more}}
+    return {"flags": flags, "option": {"help": help, "rich_help_panel": panel, **more}}
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:

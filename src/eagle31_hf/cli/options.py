@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import ConfigurationError, Eagle31Error
+from .option_groups import MORE
 
 WIDTH = 100
 """Most columns that text and tables take."""
@@ -28,9 +29,17 @@ def writable_json(path: Path | None) -> Path | None:
 
 JsonOption = Annotated[
     Path | None,
-    typer.Option("--json", dir_okay=False, callback=writable_json, help="Also write the figures to this file."),
+    typer.Option(
+        "--json",
+        dir_okay=False,
+        callback=writable_json,
+        help="Also write the figures to this file.",
+        rich_help_panel=MORE,
+    ),
 ]
-TracebackOption = Annotated[bool, typer.Option("--traceback", help="Show the whole traceback of an error.")]
+TracebackOption = Annotated[
+    bool, typer.Option("--traceback", help="Show the whole traceback of an error.", rich_help_panel=MORE)
+]
 
 
 def readable_errors(command: Callable[..., None]) -> Callable[..., None]:

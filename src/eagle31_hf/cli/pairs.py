@@ -26,7 +26,7 @@ from ..memory.drafter_facts import OWN_HEAD
 from ..targets.devices import SHORT_NAMES
 from ..targets.loading import dtype_here, load_target, packing_config
 from ..texts.chats import encode_chat
-from .option_groups import option
+from .option_groups import DRAFTS, LOADING, option
 from .progress import waiting_for
 
 DTypeName = Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"]
@@ -76,38 +76,47 @@ class PairSource:
         ),
     )
     dtype: DTypeName = field(
-        default="auto", metadata=option("Precision; auto is as stored, unless this machine has no arithmetic for that.")
+        default="auto",
+        metadata=option("Precision; auto is as stored, unless this machine has no arithmetic for that.", panel=LOADING),
     )
-    device: DeviceName = field(default="auto", metadata=option("Where to run."))
-    adapter: str | None = field(default=None, metadata=option("Folder or Hub id of a PEFT adapter for the target."))
+    device: DeviceName = field(default="auto", metadata=option("Where to run.", panel=LOADING))
+    adapter: str | None = field(
+        default=None, metadata=option("Folder or Hub id of a PEFT adapter for the target.", panel=LOADING)
+    )
     device_map: str | None = field(
-        default=None, metadata=option("Spread the target as transformers does: auto, balanced, or a JSON object.")
+        default=None,
+        metadata=option("Spread the target as transformers does: auto, balanced, or a JSON object.", panel=LOADING),
     )
     quantization: Literal["4bit", "8bit"] | None = field(
         default=None, metadata=option("Pack the target's weights with bitsandbytes (nf4, int8).")
     )
     memory: str | None = field(
         default=None,
-        metadata=option("auto: plan before loading, and keep to it."),
+        metadata=option("auto: plan before loading, and keep to it.", panel=LOADING),
     )
     card: list[str] | None = field(
-        default=None, metadata=option("With --memory auto: the card to plan for; default: this machine's.")
+        default=None,
+        metadata=option("With --memory auto: the card to plan for; default: this machine's.", panel=LOADING),
     )
     context: int | None = field(
         default=None,
-        metadata=option("With --memory auto, and in serve: tokens of the longest row, prompt and answer.", min=1),
+        metadata=option(
+            "With --memory auto, and in serve: tokens of the longest row, prompt and answer.", min=1, panel=LOADING
+        ),
     )
     cache_type: Literal["auto", "full", "int8"] = field(
-        default="auto", metadata=option("How the target's keys and values are stored.")
+        default="auto", metadata=option("How the target's keys and values are stored.", panel=LOADING)
     )
     acceleration: Literal["auto", "eager", "compile"] = field(
         default="auto",
         metadata=option(
-            "auto: graphs that `eagle31 warmup` made, if any; compile: make them now, which takes minutes."
+            "auto: graphs that `eagle31 warmup` made, if any; compile: make them now, which takes minutes.",
+            panel=LOADING,
         ),
     )
     chat_template: Path | None = field(
-        default=None, metadata=option("Jinja file to use instead of the target's chat template.", dir_okay=False)
+        default=None,
+        metadata=option("Jinja file to use instead of the target's chat template.", dir_okay=False, panel=LOADING),
     )
 
     @property
@@ -130,11 +139,16 @@ class PairSource:
 class Drafting:
     """What to draft in a round."""
 
-    draft_tokens: int | None = field(default=None, metadata=option("Tokens drafted in a round.", min=1))
-    tree_width: int | None = field(default=None, metadata=option("Children per draft token; 1 drafts a chain.", min=1))
-    tree_size: int | None = field(default=None, metadata=option("Tokens verified per round with a tree.", min=2))
+    draft_tokens: int | None = field(default=None, metadata=option("Tokens drafted in a round.", min=1, panel=DRAFTS))
+    tree_width: int | None = field(
+        default=None, metadata=option("Children per draft token; 1 drafts a chain.", min=1, panel=DRAFTS)
+    )
+    tree_size: int | None = field(
+        default=None, metadata=option("Tokens verified per round with a tree.", min=2, panel=DRAFTS)
+    )
     schedule: Literal["planned", "constant", "pid"] = field(
-        default="planned", metadata=option("How the draft length follows what is accepted; serve takes no pid.")
+        default="planned",
+        metadata=option("How the draft length follows what is accepted; serve takes no pid.", panel=DRAFTS),
     )
 
     def apply_to(self, drafter: Assistant) -> None:

@@ -79,7 +79,7 @@ def _draw_positions(axes: Any, results: Sequence[MethodResult]) -> None:
         axes.plot(range(1, 1 + len(shares)), shares, color=colour, marker=marker, label=result.method.name)
     axes.set_ylim(0, 1)
     axes.set_xlabel("position in the draft")
-    axes.set_ylabel("share accepted")
+    axes.set_ylabel("accepted, of drafts that long")
 
 
 SHARES = {
