@@ -14,7 +14,7 @@ import transformers as hf
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.graphs.captured import CapturedCode
+from eagle31_hf.graphs.captured import CapturedStep
 from eagle31_hf.loop import kept_graphs
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.memory.cards import measure_card
@@ -188,15 +188,15 @@ def test_compiled_steps_write_the_plain_text(shape: str, device: str, monkeypatc
 def test_captured_steps_write_the_plain_text(family: str, shape: str, rows: int) -> None:
     """What `acceleration="auto"` does on a card. On the CPU: test_captured_steps.py and test_captured_states.py in
     tests/generate."""
-    drafter, made = _pair(family, "cuda"), CapturedCode._record
+    drafter, made = _pair(family, "cuda"), CapturedStep._record
     recorded: list[int] = []
 
-    def record(self: CapturedCode, *given: Any) -> Any:
+    def record(self: CapturedStep, *given: Any) -> Any:
         recorded.append(len(given))
         return made(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CapturedCode, "_record", record)
+        patch.setattr(CapturedStep, "_record", record)
         patch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 1)
         for seed in range(4):
             inputs = _inputs(rows, "cuda", seed)

@@ -20,9 +20,9 @@ from eagle31_hf.drafter.assistant import NoDrafter
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.graphs import captured
 from eagle31_hf.graphs.captured import CapturesSteps
-from eagle31_hf.graphs.graph_makers import GraphKey, Step
 from eagle31_hf.graphs.graphs import Graphs
-from eagle31_hf.graphs.settle import CompiledSettling
+from eagle31_hf.graphs.steps import GraphKey, Step
+from eagle31_hf.graphs.verify import CompiledSettling
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from families import recurrent_target

@@ -269,11 +269,11 @@ def test_keys_and_values_of_the_last_text_go_with_the_graphs(
     pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[weakref.ref[Tensor]] = []
-    record = captured.CapturedCode._record
+    record = captured.CapturedStep._record
 
-    def record_and_see(self: Any, small: Sequence[Tensor], lent: Sequence[Tensor]) -> Any:
-        seen.extend(weakref.ref(tensor) for tensor in lent)
-        return record(self, small, lent)
+    def record_and_see(self: Any, others: Any, cache: Any, buffers: Sequence[Tensor]) -> Any:
+        seen.extend(weakref.ref(tensor) for tensor in buffers)
+        return record(self, others, cache, buffers)
 
     # A card's replay holds no tensors; the stand-in for it does.
     class Forgetful(Recorder):
@@ -282,7 +282,7 @@ def test_keys_and_values_of_the_last_text_go_with_the_graphs(
 
     gc.collect()
     monkeypatch.setitem(captured.CAPTURES, "cpu", Forgetful())
-    monkeypatch.setattr(captured.CapturedCode, "_record", record_and_see)
+    monkeypatch.setattr(captured.CapturedStep, "_record", record_and_see)
     write(pair, max_new_tokens=20)
     gc.collect()
     assert seen

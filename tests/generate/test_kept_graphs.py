@@ -476,7 +476,7 @@ def turn_inputs_around() -> None:
     """Other strides than the package was made for."""
     for path in kept_files(".json"):
         told = json.loads(path.read_text())
-        told["signature"] = [[shape, [1] * len(stride), dtype] for shape, stride, dtype in told["signature"]]
+        told["signature"] = [[shape, stride and [1] * len(stride), dtype] for shape, stride, dtype in told["signature"]]
         path.write_text(json.dumps(told))
 
 

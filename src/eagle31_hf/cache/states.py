@@ -61,18 +61,6 @@ class BlockTrace(NamedTuple):
     windows: tuple[tuple[StateKey, Tensor], ...]
     recorded: Recorded | None
 
-    def through(self, change: Callable[[str, Tensor], Tensor]) -> BlockTrace:
-        """The same with each tensor changed, which is told by a name."""
-        recorded = self.recorded
-        if recorded is not None:
-            inputs = tuple([change(f"input {i}", each) for i, each in enumerate(recorded.inputs)])
-            recorded = Recorded(recorded.recurrence, inputs)
-        return BlockTrace(
-            tuple([(key, change(f"after {key}", state)) for key, state in self.after]),
-            tuple([(key, change(f"windows {key}", columns)) for key, columns in self.windows]),
-            recorded,
-        )
-
     @property
     def tensors(self) -> list[Tensor]:
         """All of them, in one order always."""

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..generate.warm_up import warm_up
-from ..graphs.graph_makers import GraphKey
+from ..graphs.steps import GraphKey
 from ..measure.origin import origin
 from ..sampling.logits_processing import sampling_options
 from .option_groups import expand_options

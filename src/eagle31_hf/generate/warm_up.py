@@ -15,7 +15,7 @@ from ..drafter.assistant import Assistant
 from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
 from ..graphs.captured import CAPTURES
-from ..graphs.graph_makers import GraphKey
+from ..graphs.steps import GraphKey
 from ..loop.kept_folder import setting_of
 from ..loop.kept_graphs import compiling_ahead, refusal, why_unsuited
 from ..loop.meet_graphs import meet_graphs

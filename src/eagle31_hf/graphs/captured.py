@@ -10,17 +10,26 @@ Only a CUDA device records launches. The tests let a CPU run the step again wher
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..cache.torch_internals import copy_all
 from .cuda_capture import Recording, capture_on_cuda
-from .flat_steps import FlatStep, Look, ReshapedStep, emptied, lend, num_own, tensors_of
-from .graph_makers import GraphKey, GraphMaker, RecordingFailedError, Step
+from .steps import (
+    GraphKey,
+    GraphMaker,
+    RecordingFailedError,
+    Step,
+    buffers_of,
+    over,
+    tensors_in,
+    with_tensors,
+    without_tensors,
+)
 
 Capture = Callable[[Callable[[], Sequence[Tensor]]], Recording]
 """Records what a function without arguments launches."""
@@ -47,10 +56,7 @@ class CapturesSteps(GraphMaker):
         return True
 
     def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
-        looks = [Look.of(tensor) for tensor in tensors_of(inputs)]
-        own = num_own(inputs)
-        looks[own:] = [look._replace(stride=None) for look in looks[own:]]  # of buffers of any length
-        return ReshapedStep(CapturedCode(step, inputs, self.capture), step, looks)
+        return CapturedStep(step, self.capture)
 
 
 MOST_RECORDINGS = 4
@@ -61,44 +67,53 @@ _ONE_THREAD_AT_A_TIME = threading.Lock()
 """From the inputs of a recording to the copy of its outputs: they share memory with the next one's."""
 
 
-class CapturedCode:
-    """A step as `Code`, recorded for each cache it is called with, which may want outputs written over what it lends.
+class _Recorded(NamedTuple):
+    own: list[Tensor]  # what is read beside keys and values
+    recording: Recording
+    outputs: Any  # their form, without tensors
 
-    Args:
-        step: to be recorded.
-        inputs: what it takes; say how tensors are put together to inputs.
-    """
 
-    def __init__(self, step: Step, inputs: tuple, capture: Capture):
+class CapturedStep:
+    """Replays a step, recorded for each cache it is called with, which may want outputs written over its buffers."""
+
+    def __init__(self, step: Step, capture: Capture):
+        self._step, self._capture = step, capture
+        self._recorded: dict[Hashable, _Recorded] = {}  # by what inputs look like, and where keys and values lie
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Raises `RecordingFailedError`."""
         *others, cache = inputs
-        self._flat = FlatStep(step, (*others, emptied(cache)), nn.ModuleList())
-        self._num_own, self._capture, self._over_lent = num_own(inputs), capture, cache.takes_outputs
-        self._recorded: dict[tuple[tuple, ...], _Recorded] = {}  # by where keys, values and states lie
-
-    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        small, lent = tensors[: self._num_own], tensors[self._num_own :]
-        place = tuple([(tensor.data_ptr(), tensor.stride()) for tensor in lent])
-        with _ONE_THREAD_AT_A_TIME:
+        small, buffers = list(tensors_in(others)), buffers_of(cache)
+        looks = tuple([(tensor.shape, tensor.dtype) for tensor in small])
+        place = looks, tuple([(buffer.data_ptr(), buffer.stride()) for buffer in buffers])
+        with torch.no_grad(), _ONE_THREAD_AT_A_TIME:
             if place not in self._recorded:
                 if len(self._recorded) == MOST_RECORDINGS:
                     del self._recorded[next(iter(self._recorded))]  # the oldest
-                self._recorded[place] = self._record(small, lent)
-            own, recording = self._recorded[place]
+                self._recorded[place] = self._record(others, cache, buffers)
+            own, recording, form = self._recorded[place]
             _copy_all(own, small)
             recording.replay()
             outputs = list(recording.outputs)
-            copies = lent if self._over_lent else [torch.empty_like(output) for output in outputs]
+            copies = buffers if cache.takes_outputs else [torch.empty_like(output) for output in outputs]
             _copy_all(copies, outputs)
-            return copies
+        return with_tensors(form, iter(copies))
 
-    def _record(self, small: Sequence[Tensor], lent: Sequence[Tensor]) -> _Recorded:
-        own = [tensor.clone(memory_format=torch.contiguous_format) for tensor in small]
+    def _record(self, others: Sequence[Any], cache: Any, buffers: Sequence[Tensor]) -> _Recorded:
+        own = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors_in(others)]
+        inputs = *with_tensors(tuple(others), iter(own)), over(cache, buffers)  # which goes with its text
+        form = None
+
+        def run() -> list[Tensor]:
+            nonlocal form
+            outputs = self._step(*inputs)
+            form = without_tensors(outputs)
+            return [output.contiguous() for output in tensors_in(outputs)]
+
         try:
-            return _Recorded(own, self._capture(lambda: [output.contiguous() for output in self._flat(*own, *lent)]))
+            return _Recorded(own, self._capture(run), form)
         except Exception as failure:  # whatever a step does that cannot be recorded, the text must go on
             raise RecordingFailedError("a step could not be recorded") from failure
-        finally:
-            lend(self._flat.cache, [torch.empty(0)] * len(lent))  # keys and values go with their text
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -109,8 +124,3 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def _bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.view(-1).view(torch.uint8) for tensor in tensors]
-
-
-class _Recorded(NamedTuple):
-    own: list[Tensor]  # what is read beside keys and values
-    recording: Recording

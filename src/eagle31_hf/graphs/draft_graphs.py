@@ -5,7 +5,6 @@ They take a `FixedShapeCache` and the slots they write in it, and give NamedTupl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from ..drafting.shape import DraftShape
 from ..sampling.draw import argmax, choose, likeliest
 from ..sampling.logits_processing import DraftWarping
 from .fixed_cache import FixedShapeCache
-from .graph_makers import Step
+from .steps import Step
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines (B, T, d)
 
@@ -35,10 +34,9 @@ class DraftNodes(NamedTuple):
     scores: Tensor | None = None
 
     @classmethod
-    def of(cls, tree: DraftTree, shape: DraftShape, fill: Callable[[str, Tensor], Tensor]) -> DraftNodes:
-        """To be accepted, in memory that graphs read, by `GraphInputs.fill`."""
-        names = ("tokens", "parents", "depths", "ancestors") if shape.is_tree else ("tokens",)
-        return cls(*(fill(f"drafts: {name}", getattr(tree, name)) for name in names))
+    def of(cls, tree: DraftTree, shape: DraftShape) -> DraftNodes:
+        """To be accepted."""
+        return cls(tree.tokens, tree.parents, tree.depths, tree.ancestors) if shape.is_tree else cls(tree.tokens)
 
     def to_tree(self, shape: DraftShape, depth: int | None = None) -> DraftTree:
         """Made for this shape, of no more than `depth` levels."""
@@ -108,10 +106,9 @@ class ChosenBy(NamedTuple):
     noise: Tensor | None = None
     seen: Tensor | None = None
 
-    def through(self, fill: Callable[[str, Tensor], Tensor]) -> ChosenBy:
-        """The same in memory that graphs read, by `GraphInputs.fill`."""
-        noise = None if self.noise is None else fill("noise", self.noise)
-        return ChosenBy(noise, None if self.seen is None else fill("seen", self.seen))
+    def to(self, device: torch.device) -> ChosenBy:
+        """The same on this device."""
+        return ChosenBy(*(None if each is None else each.to(device) for each in self))
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from ..drafting.draft_tree import DraftTree, to_target_ids
 from ..drafting.host_numbers import on_device
 from ..drafting.shape import DraftShape
 from .draft_graphs import ChosenBy, Drafted, DraftInputs, GraphChoice, Rotary, absorb_step, draft_step, whole_step
-from .graph_makers import GraphKey, Step
 from .graphs import Graphs
 from .inputs import GraphInputs
+from .steps import GraphKey, Step
 
 MOST_PIECES = 3
 """In which a graph reads what the drafter has missed: behind other graphs so many are quicker than one eager pass."""
@@ -129,7 +129,7 @@ class CompiledDrafting:
             choosing: how tokens are chosen.
             by: what they are chosen by, of the next `shape.depth` positions.
         """
-        root, levels, fill = self.root, shape.stepped_levels, self.inputs.fill
+        root, levels = self.root, shape.stepped_levels
         if shape.is_tree and (self.graphs.disabled_reason or depth < 2):
             return None
         if shape.is_tree and depth < shape.depth:  # the last of a text, not worth a graph
@@ -146,12 +146,11 @@ class CompiledDrafting:
             self.if_rows_pay(partial(whole_step, self.drafter, shape, choosing)),
             lambda: (
                 DraftInputs(
-                    fill("root", root.logits),
-                    fill("feedback", root.feedback),
+                    *root,
                     self.inputs.slots(shape.top_k * levels),
-                    fill("roots", roots),
+                    roots,
                     self.rotary(levels),
-                    by.through(fill),
+                    by,
                 ),
                 self.inputs.fixed,
             ),

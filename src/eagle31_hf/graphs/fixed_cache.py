@@ -2,22 +2,27 @@
 
 The buffers are those of a `SpeculativeCache`, whole: every query sees all of their slots, and the mask hides what is
 not its own. Where a block is written is a tensor, not a number, so that a graph made in one round serves the next.
+
+Committed states are read and not written: a layer hands out states of its own, made in the step, and what the block
+leaves is among the step's outputs (`BlockTrace`). How much of it is kept is known after the step, and then another one
+moves the states on (`verify.CompiledSettling`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from ..cache.layers import SlotLayer, WindowLayer
 from ..cache.placement import BlockReading, Placement
 from ..cache.speculative import SpeculativeCache
-from ..cache.states import BlockTrace, StateLayer
+from ..cache.state_tape import Recorded
+from ..cache.states import CONVOLUTION, BlockTrace, StateLayer
 from ..errors import UnsupportedGenerationError
-from .fixed_states import FixedStates
 
 
 class RunningBlock:
@@ -51,14 +56,9 @@ class FixedLayer(CacheLayerMixin):
             self.is_initialized = True
 
     @property
-    def lent(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """The buffers that steps read and write."""
         return [self.keys, self.values] if self.is_initialized else []
-
-    def lend(self, buffers: list[Tensor]) -> None:
-        """Use these in the places of `lent`."""
-        if self.is_initialized:
-            self.keys, self.values = buffers
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write the running block `(B, heads, T, D)`; return all slots `(B, heads, slots, D)`."""
@@ -84,6 +84,42 @@ class FixedLayer(CacheLayerMixin):
     get_mask_sizes = get_seq_length = _refuse
 
 
+class FixedStates(StateLayer):
+    """The committed states of one `StateLayer`.
+
+    Args:
+        placement: of the blocks that steps read.
+        source: whose states they are.
+    """
+
+    def __init__(self, placement: Placement, source: StateLayer):
+        LinearAttentionLayer.__init__(self, number_of_states=source.number_of_states)
+        self._bind(placement, source.index)
+
+    def take_states(self, source: StateLayer) -> None:
+        """Stand for the states that this layer has committed of its rows."""
+        self._committed = source.committed
+        for (kind, number), state in self._committed.items():
+            if kind == CONVOLUTION:
+                self.is_conv_states_initialized[number] = True
+                self.conv_kernel_size[number] = state.shape[-1]
+            else:
+                self.is_recurrent_states_initialized[number] = True
+
+    def trace(self) -> BlockTrace:
+        """As of any layer; outputs of a step must not be weights themselves."""
+        trace = super().trace()
+        if trace.recorded is None:
+            return trace
+        inputs = [each.clone() if isinstance(each, nn.Parameter) else each for each in trace.recorded.inputs]
+        return trace._replace(recorded=Recorded(trace.recorded.recurrence, tuple(inputs)))
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What steps read, always in one order."""
+        return [self._committed[key] for key in sorted(self._committed)]
+
+
 class FixedStatefulLayer(FixedStates, FixedLayer):  # type: ignore[misc]
     """Keys, values and states of a layer that has all of them."""
 
@@ -95,13 +131,8 @@ class FixedStatefulLayer(FixedStates, FixedLayer):  # type: ignore[misc]
         FixedStates.__init__(self, placement, source)
 
     @property
-    def lent(self) -> list[Tensor]:
-        return [*FixedLayer.lent.__get__(self), *FixedStates.lent.__get__(self)]
-
-    def lend(self, buffers: list[Tensor]) -> None:
-        attended = len(buffers) - len(self._committed)
-        FixedLayer.lend(self, buffers[:attended])
-        FixedStates.lend(self, buffers[attended:])
+    def buffers(self) -> list[Tensor]:
+        return [*FixedLayer.buffers.__get__(self), *FixedStates.buffers.__get__(self)]
 
 
 class FixedShapeCache(Cache):
@@ -115,19 +146,15 @@ class FixedShapeCache(Cache):
 
     def __init__(self, source: SpeculativeCache):
         self.block, self.mask_types, self.unmasked_types = RunningBlock(), source.mask_types, source.unmasked_types
-        self._placement = Placement(source.batch_size, source.block, source.device)
+        self.placement = Placement(source.batch_size, source.block, source.device)
         super().__init__(layers=[self._stand_in(layer) for layer in source.layers])
 
     def _stand_in(self, layer: Any) -> Any:
         if not isinstance(layer, StateLayer):
             return FixedLayer(self.block, _ring(layer))
         if not isinstance(layer, SlotLayer):
-            return FixedStates(self._placement, layer)
-        return FixedStatefulLayer(self._placement, layer, self.block, _ring(layer))
-
-    @property
-    def placement(self) -> Placement:
-        return self._placement
+            return FixedStates(self.placement, layer)
+        return FixedStatefulLayer(self.placement, layer, self.block, _ring(layer))
 
     @property
     def with_states(self) -> list[FixedStates]:
@@ -141,7 +168,7 @@ class FixedShapeCache(Cache):
         """A target's step is about to read a chain of so many tokens: layers with states ask. Host arithmetic only."""
         if not self.has_states:
             return
-        placement = self._placement
+        placement = self.placement
         placement.set_lengths([1] * placement.batch_size)  # of states, all that counts is that they have begun
         placement.num_tokens = num_tokens
         placement.read_states(BlockReading.of_drafts())
@@ -162,8 +189,8 @@ class FixedShapeCache(Cache):
         Args:
             num_slots: of full layers that graphs look at.
         """
-        if source.batch_size != self._placement.batch_size:
-            self._placement.set_batch(source.batch_size)
+        if source.batch_size != self.placement.batch_size:
+            self.placement.set_batch(source.batch_size)
         for fixed, layer in zip(self.layers, source.layers, strict=True):
             if isinstance(fixed, FixedStates) and isinstance(layer, StateLayer):
                 fixed.take_states(layer)
@@ -210,3 +237,24 @@ class FixedShapeCache(Cache):
 
 def _ring(layer: SlotLayer) -> int | None:
     return layer.ring if isinstance(layer, WindowLayer) else None
+
+
+class CommittedStates:
+    """The committed states of a cache, lent to a step that moves them on: what it gives is written over them.
+
+    Args:
+        sources: the cache's layers with states.
+    """
+
+    takes_outputs = True
+
+    def __init__(self, sources: Sequence[StateLayer]):
+        self.placement = Placement(1, 1, torch.device("cpu"))  # of which layers ask how many rows there are
+        self.layers = [FixedStates(self.placement, source) for source in sources]
+
+    def follow(self, sources: Sequence[StateLayer]) -> None:
+        """Take the states that these layers have now."""
+        if (rows := sources[0].placement.batch_size) != self.placement.batch_size:
+            self.placement.set_batch(rows)
+        for layer, source in zip(self.layers, sources, strict=True):
+            layer.take_states(source)

@@ -21,9 +21,9 @@ from ..errors import named_line
 from .ahead.packages import freezing
 from .ahead.packed_weights import PackedWeights
 from .ahead.repeated_layers import LayerCutter
-from .graph_makers import GraphKey, GraphMaker, OtherInputsError, RecordingFailedError, Step
 from .seen_state import ModelState
 from .seen_weights import SeenWeights, weights_of
+from .steps import GraphKey, GraphMaker, OtherInputsError, RecordingFailedError, Step
 
 logger = logging.getLogger(__name__)
 

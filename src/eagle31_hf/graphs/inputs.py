@@ -33,19 +33,11 @@ class GraphInputs:
         self._first_rows, self._is_pool = cache.batch_size, isinstance(cache, RowPool)
         self._buffers: dict[Hashable, Tensor] = {}
 
-    def fill(self, name: str, source: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-        """`source` in the leading corner of a buffer; the rest holds whatever was there, and nothing reads it.
-
-        A source of that very shape is taken as it is: graphs for a CPU take memory from anywhere, and recordings copy
-        what they read (`captured`).
-
-        Args:
-            name: of the buffer; another one for each shape.
-            shape: of the buffer; default: the source's own.
-        """
-        shape = tuple(source.shape) if shape is None else shape
-        if tuple(source.shape) == shape and source.is_contiguous():
-            return source.view(-1).view(shape)  # dimensions of size 1 have any stride, by which graphs are told apart
+    def fill(self, name: str, source: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """`source`, in the leading corner of a buffer of this name and shape where it is smaller; the rest holds
+        whatever was there, and nothing reads it."""
+        if tuple(source.shape) == shape:
+            return source
         buffer = self._buffers.get((name, shape, source.dtype))
         if buffer is None:
             buffer = self._buffers[name, shape, source.dtype] = source.new_zeros(shape)

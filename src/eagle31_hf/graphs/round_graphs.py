@@ -30,7 +30,7 @@ from .draft_graphs import (
 )
 from .draft_session import CompiledDrafting
 from .fixed_cache import FixedShapeCache
-from .graph_makers import GraphKey
+from .steps import GraphKey
 
 
 class RoundInputs(NamedTuple):
@@ -198,22 +198,15 @@ class RoundGraph:
         if not inputs.make_room(step.width + step.draft_slots):
             return None
         aux = aux.to(device=session.device, dtype=session.dtype)
-        by = by.through(lambda _name, tensor: tensor.to(session.device))
+        by, nodes = by.to(session.device), DraftNodes.of(tree, shape)
 
         def filled() -> tuple[RoundInputs, FixedShapeCache]:
-            verified = RoundInputs(
-                inputs.fill("target logits", logits),
-                inputs.fill("aux", aux),
-                DraftNodes.of(tree, shape, inputs.fill),
-                inputs.slots(step.width + step.draft_slots),
-                drafting.rotary(step.width + step.levels),
-                by.through(inputs.fill),
-            )
-            return verified, inputs.fixed
+            slots, rotary = inputs.slots(step.width + step.draft_slots), drafting.rotary(step.width + step.levels)
+            return RoundInputs(logits, aux, nodes, slots, rotary, by), inputs.fixed
 
         def logits_after_bonus() -> Tensor:
             """As eager code has them, by which the graph is checked."""
-            accepted, path = step.accept(logits, DraftNodes.of(tree, shape, inputs.fill), by)
+            accepted, path = step.accept(logits, nodes, by)
             accepted = step.readable(accepted, logits.shape[-1])
             tokens, states, counts = step.following(path, accepted), step.along(aux, accepted), accepted.length.tolist()
             return session.read(tokens, states, session.rotary_depths(step.width), counts).logits

@@ -6,6 +6,11 @@ or that disagrees, is given up and the text goes on unchanged (`graphs`). Prefil
 a graph of their own where many come in a row, since what is padded can cost as much again (two cores of a Zen 4, bf16,
 the embedded pair: a round of 2.3 ms instead of 3.5 to 5.4). Graphs make their masks themselves, unless layers see only
 a window.
+
+States of layers that have some are moved on after a round by a graph of their own, by what the verification left, as
+far as each row keeps of it. How much is kept is a tensor, so one graph serves every count. It reads the committed
+states and gives what they become, which is written over them after the replay: a step that wrote them itself would
+move them on once more where it is tried before it is recorded.
 """
 
 from __future__ import annotations
@@ -20,14 +25,14 @@ from torch.nn import functional as F
 from ..cache.graph_sizes import node_bucket
 from ..cache.placement import BlockReading
 from ..cache.speculative import SpeculativeCache
-from ..cache.states import BlockTrace
+from ..cache.state_tape import LastNodes, LastNodesInGraph, make_moves
+from ..cache.states import BlockTrace, StateLayer, settle_states, state_moves
 from ..drafting.draft_tree import DraftTree
 from ..targets.binding import TargetBinding, TargetOutput, Verification
-from .fixed_cache import FixedShapeCache
-from .graph_makers import GraphKey, Step
+from .fixed_cache import CommittedStates, FixedShapeCache
 from .graphs import Graphs
 from .inputs import GraphInputs
-from .settle import CompiledSettling
+from .steps import GraphKey, Step, buffers_of
 
 Masks = Tensor | dict[str, Tensor | None] | None
 
@@ -157,6 +162,61 @@ def _verify_step(binding: TargetBinding) -> Step:
         return VerifiedBlock(output.logits, output.aux, cache.traces())
 
     return verify
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+class CompiledSettling:
+    """How a cache's states are moved on by graphs, for `SpeculativeCache.keep`.
+
+    Args:
+        graphs: the pair's.
+        inputs: of the target's steps.
+
+    Attributes:
+        traces: what the placed block has left, if a graph has read it.
+    """
+
+    def __init__(self, cache: SpeculativeCache, graphs: Graphs, inputs: GraphInputs):
+        self.graphs, self.inputs = graphs, inputs
+        self.traces: tuple[BlockTrace, ...] | None = None
+        self._committed = CommittedStates(cache.with_states)
+
+    def __call__(self, layers: Sequence[StateLayer], last: LastNodes) -> None:
+        """As `settle_states`."""
+        traces, self.traces = self.traces, None
+        rows, recorded = len(last.nodes), any(trace.recorded for trace in traces or ())
+        pays = recorded or rows > 1  # else they are copies of what is there, which take one launch
+        if traces is None or not pays or self.graphs.disabled_reason:
+            settle_states(layers, last)
+            return
+        committed = self._committed
+        committed.follow(layers)
+        moved: tuple[Tensor, ...] = self.graphs.run_or_eager(
+            GraphKey("settle", rows, layers[0].placement.num_tokens),
+            (lambda: _settle) if self.inputs.rows_pay else None,
+            lambda: (last.on(layers[0].placement.device), tuple(traces), committed),
+            lambda: _moved(last, traces, committed),
+            compared=lambda moved: moved,
+        )
+        states = buffers_of(committed)
+        if moved[0] is not states[0]:  # no graph has written them
+            make_moves(list(zip(states, moved, strict=True)))
+
+
+def _settle(last: Tensor, traces: Sequence[BlockTrace], committed: CommittedStates) -> tuple[Tensor, ...]:
+    """The step: all states of all layers after each row's last kept node `(B,)`."""
+    return _moved(LastNodesInGraph(last), traces, committed)
+
+
+def _moved(last: LastNodes, traces: Sequence[BlockTrace], committed: CommittedStates) -> tuple[Tensor, ...]:
+    for layer, trace in zip(committed.layers, traces, strict=True):
+        layer.take_over(trace)
+    moved = {id(state): new for state, new in state_moves(committed.layers, last)}
+    for layer in committed.layers:
+        layer.release_block()
+    return tuple([moved[id(state)] for state in buffers_of(committed)])
 
 
 def why_states_are_eager(binding: TargetBinding, *, capturing: bool) -> str:

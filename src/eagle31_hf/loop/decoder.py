@@ -21,7 +21,7 @@ from torch import Tensor
 from ..drafter.assistant import Assistant
 from ..drafting.draft_tree import DraftTree
 from ..drafting.plan import DraftPlan, RoundState, RoundStats
-from ..graphs.graph_makers import GraphMaker
+from ..graphs.steps import GraphMaker
 from ..sampling.draw import NOT_PLAIN, choose
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..targets.binding import TargetBinding

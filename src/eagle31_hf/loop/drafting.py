@@ -20,7 +20,7 @@ from ..drafting.planner import Planner
 from ..drafting.rates import FIRST_RATE
 from ..drafting.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, LONGEST_STEERED, USUAL_TREE, DraftShape
 from ..graphs.captured import CAPTURES
-from ..graphs.graph_makers import GraphMaker
+from ..graphs.steps import GraphMaker
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import DraftEvent, SpeculationStats
 from .kept_graphs import captured_graphs, graph_maker, why_given_up

@@ -26,13 +26,12 @@ from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
 from ..graphs.ahead.compiler_processes import CompilerProcesses
 from ..graphs.ahead.own_files import make_own_folder, why_not_ours
-from ..graphs.ahead.packages import GraphPackages, name_of, prefix_of, tensors_by_name
+from ..graphs.ahead.packages import GraphPackages, name_of, prefix_of, tensors_by_name, tensors_of
 from ..graphs.captured import CAPTURES, CapturesSteps
-from ..graphs.flat_steps import tensors_of
-from ..graphs.graph_makers import GraphKey, GraphMaker, Step
 from ..graphs.graphs import PACKED_BYTES, Graphs
 from ..graphs.round_graphs import RoundGraph
 from ..graphs.seen_state import ModelState
+from ..graphs.steps import GraphKey, GraphMaker, Step
 from ..graphs.verify import why_states_are_eager
 from ..sampling.logits_processing import ScoreProcessing
 from .kept_folder import CACHE_VARIABLE, cache_folder, digest_of, pair_key, setting_of

@@ -6,9 +6,9 @@ from collections.abc import Hashable
 
 from ..drafter.assistant import Assistant
 from ..drafting.costs import RoundCosts
-from ..graphs.graph_makers import GraphMaker
 from ..graphs.graphs import Graphs
 from ..graphs.seen_state import ModelState
+from ..graphs.steps import GraphMaker
 
 
 class Pair:

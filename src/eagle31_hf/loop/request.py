@@ -11,7 +11,7 @@ from ..drafting.costs import RoundCosts
 from ..drafting.plan import DraftPolicy
 from ..drafting.planner import Planner
 from ..drafting.shape import DraftShape
-from ..graphs.graph_makers import GraphMaker
+from ..graphs.steps import GraphMaker
 from ..sampling.callers_code import CallersCode
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing

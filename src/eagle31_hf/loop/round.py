@@ -25,9 +25,9 @@ from ..drafting.host_numbers import on_device
 from ..drafting.shape import DraftShape
 from ..graphs.draft_graphs import ChosenBy, GraphChoice
 from ..graphs.draft_session import CompiledDrafting
-from ..graphs.graph_makers import GraphMaker
 from ..graphs.graphs import Graphs
 from ..graphs.round_graphs import AcceptedAhead, RoundGraph
+from ..graphs.steps import GraphMaker
 from ..graphs.verify import CompiledVerification, why_states_are_eager
 from ..stats import PhaseClock
 from ..targets.binding import TargetOutput, Verification

@@ -16,16 +16,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..flat_steps import Code, FlatStep, Look, ReshapedStep, lend, num_own, tensors_of
-from ..graph_makers import GraphKey, Step
+from ..steps import GraphKey, OtherInputsError, Step, buffers_of, over, tensors_in, with_tensors, without_tensors
 from .compiler_processes import CompilerProcesses
 from .own_files import make_own_folder, why_not_ours
-from .piece_program import PieceProgram, bound
+from .piece_program import Code, PieceProgram, bound
 from .repeated_layers import LayerCutter
 from .torch_internals import load_package
 
@@ -87,7 +86,7 @@ class GraphPackages:
         except OSError:
             return frozenset()
 
-    def load(self, key: GraphKey, step: Step) -> ReshapedStep:
+    def load(self, key: GraphKey, step: Step) -> LoadedStep:
         """The graph of `key` in the place of `step`.
 
         Raises:
@@ -103,8 +102,10 @@ class GraphPackages:
         else:
             packed = None if self.cutter is None else self.cutter.weights
             code = bound(codes, told["calls"], told["outputs"], tensors_by_name(self.models), packed)
-        looks = [Look(tuple(shape), tuple(stride), DTYPES[dtype]) for shape, stride, dtype in told["signature"]]
-        return ReshapedStep(code, step, looks)
+        looks = [
+            Look(tuple(shape), stride and tuple(stride), DTYPES[dtype]) for shape, stride, dtype in told["signature"]
+        ]
+        return LoadedStep(code, step, looks)
 
     def _load_whole(self, name: str, size: int) -> Code:
         package = _own(self.folder / Path(name).name)
@@ -123,8 +124,8 @@ class GraphPackages:
             Exception: whatever exporting stumbles over.
         """
         make_own_folder(self.folder)
-        exported = _export(FlatStep(step, inputs, self.models), inputs)
-        looks = [(*look[:2], str(look.dtype)) for look in map(Look.of, tensors_of(inputs))]
+        exported = _captured(FlatStep(step, inputs, self.models), tuple([each.clone() for each in tensors_of(inputs)]))
+        looks = [(*look[:2], str(look.dtype)) for look in looks_of(inputs)]
         told: dict[str, Any] = {"key": repr(key), "signature": looks, "calls": None}
         parts = {f"{name_of(key)}.pt2": exported}
         if self.cutter is not None:
@@ -155,6 +156,85 @@ class GraphPackages:
     def _unfinished(self, name: str) -> Path:
         return self.folder / f"{os.getpid()}.{name}"
 
+
+# --- a step as code, and code as a step -------------------------------------------------------------------------------
+
+
+def tensors_of(inputs: tuple) -> list[Tensor]:
+    """What code takes of a step's inputs: tensors as dense ones, then its cache's buffers as they lie."""
+    *others, cache = inputs
+    return [*(tensor.contiguous() for tensor in tensors_in(others)), *buffers_of(cache)]
+
+
+class Look(NamedTuple):
+    """What code asks of a tensor that it reads; `stride` `None`: a dense one's."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+
+    def fits(self, tensor: Tensor) -> bool:
+        shape, stride, dtype = self
+        return tensor.shape == shape and (stride is None or tensor.stride() == stride) and tensor.dtype is dtype
+
+
+def looks_of(inputs: tuple) -> list[Look]:
+    """Of `tensors_of`."""
+    *others, cache = inputs
+    dense = [Look(tuple(tensor.shape), None, tensor.dtype) for tensor in tensors_in(others)]
+    return dense + [Look(tuple(each.shape), each.stride(), each.dtype) for each in buffers_of(cache)]
+
+
+class FlatStep(nn.Module):
+    """A step that takes tensors alone and gives tensors alone, as exporting wants it.
+
+    Args:
+        step: what is computed.
+        inputs: what it takes.
+        models: whose weights it reads.
+    """
+
+    def __init__(self, step: Step, inputs: tuple, models: nn.ModuleList):
+        super().__init__()
+        *others, self._cache = inputs
+        self._step, self._others, self.models = step, without_tensors(tuple(others)), models
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        left = iter(tensors)
+        inputs = with_tensors(self._others, left)
+        return tuple(tensors_in(self._step(*inputs, over(self._cache, list(left)))))
+
+
+class LoadedStep:
+    """Code that knows tensors alone, in a step's place.
+
+    Args:
+        code: takes and gives lists of tensors.
+        step: what it was made of; serves the first call, too, by which the outputs' form is known.
+        looks: of the tensors that the code was made for.
+    """
+
+    def __init__(self, code: Code, step: Step, looks: list[Look]):
+        self._code, self._step, self._looks = code, step, looks
+        self._form: Any = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Raises `OtherInputsError` for inputs that the code was not made for."""
+        tensors = tensors_of(inputs)
+        if not self.takes(tensors):
+            raise OtherInputsError("the graph was made for inputs of other shapes, strides or precisions")
+        with torch.no_grad():
+            outputs = self._code(tensors)
+            if self._form is None:
+                self._form = without_tensors(self._step(*inputs))
+        return with_tensors(self._form, iter(outputs))
+
+    def takes(self, tensors: list[Tensor]) -> bool:
+        """Whether the code was made for such tensors, as `tensors_of` gives them."""
+        return len(tensors) == len(self._looks) and all(map(Look.fits, self._looks, tensors))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -193,14 +273,6 @@ def tensors_by_name(models: nn.ModuleList) -> dict[str, Tensor]:
         if isinstance(value, Tensor)
     }
     return held | dict(weights)
-
-
-def _export(flat: FlatStep, inputs: tuple) -> torch.export.ExportedProgram:
-    tensors = tensors_of(inputs)
-    try:
-        return _captured(flat, tuple(tensor.clone() for tensor in tensors))
-    finally:
-        lend(inputs[-1], tensors[num_own(inputs) :])  # tracing has left tensors of its own in it
 
 
 def _export_piece(piece: fx.GraphModule) -> torch.export.ExportedProgram:

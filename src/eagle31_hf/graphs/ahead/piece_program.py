@@ -7,15 +7,16 @@ result of an earlier call, a small constant of the code. So nothing on disk grow
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from ..flat_steps import Code
 from .packed_weights import PackedWeights
 from .repeated_layers import LayerCutter, distinct
+
+Code = Callable[[list[Tensor]], list[Tensor]]
 
 Source = list[Any]
 """Where a tensor comes from: `["weight", name]`, `["packed", [name, ...], rows]`, `["constant", values, dtype]`,
