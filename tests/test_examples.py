@@ -83,7 +83,7 @@ def test_example_runs_offline(example, tmp_path, offline, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(example), *arguments_of(example, tmp_path)])
     with seeded(0):
         runpy.run_path(str(example), run_name="__main__")
-    assert PRINTED.get(example.stem, "acceptance length") in capsys.readouterr().out
+    assert PRINTED.get(example.stem, "tokens a pass") in capsys.readouterr().out
 
 
 def test_examples_stay_short():

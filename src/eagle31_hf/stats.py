@@ -8,12 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
-from statistics import fmean, pstdev
 from typing import Any
-
-WINDOW_TOKENS = 8
-"""Tokens of one stretch of text whose speed is looked at: longer than any accepted block is on average."""
 
 NOT_A_NUMBER = "the drafter's scores are no numbers (NaN); the rest of the text is written without it"
 
@@ -34,26 +29,97 @@ class DraftEvent:
 
 
 @dataclass
-class SpeculationStats:
-    """Figures of one `generate` call.
+class Acceptance:
+    """Counts of drafts, over some rounds or over some calls.
 
     A *round* is one verification pass of one row; the prefill pass is not a round. Position `i` (0-based) is the
-    `i`-th draft token after the root on the path that was accepted. A draft token counts as accepted when the target
-    agreed with it, also where the text ended before it: the figures judge the drafter, `new_tokens` what was written.
+    `i`-th draft token after the root on the path that was accepted.
+
+    Attributes:
+        rounds: verification passes, summed over rows.
+        drafted: draft tokens sent to verification (tree nodes without the root), summed over rounds.
+        accepted: draft tokens accepted, summed over rounds.
+        drafted_at, reached_at, accepted_at: per position, rounds whose draft went so deep, those of them that had
+            accepted all before it, and those that accepted it too.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    reached_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, several: Iterable[Any]) -> Acceptance:
+        """The sum of figures with these fields, those that are `None` left out."""
+        parts = [part for part in several if part is not None]
+
+        def total(name: str) -> list[int]:
+            lists = [getattr(part, name) for part in parts]
+            deepest = max(map(len, lists), default=0)
+            return [sum(each[i] for each in lists if i < len(each)) for i in range(deepest)]
+
+        rounds, drafted, accepted = (sum(getattr(p, n) for p in parts) for n in ("rounds", "drafted", "accepted"))
+        return Acceptance(rounds, drafted, accepted, total("drafted_at"), total("reached_at"), total("accepted_at"))
+
+    def count(self, *, depth: int, nodes: int, accepted: Sequence[int]) -> None:
+        """One round: `depth` deepest draft position, `nodes` draft tokens per row, `accepted` per live row."""
+        missing = depth - len(self.drafted_at)
+        if missing > 0:
+            for counts in (self.drafted_at, self.reached_at, self.accepted_at):
+                counts.extend([0] * missing)
+        for count in accepted:
+            self.rounds += 1
+            self.drafted += nodes
+            self.accepted += count
+            for position in range(depth):
+                self.drafted_at[position] += 1
+                self.reached_at[position] += position <= count
+                self.accepted_at[position] += position < count
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per verification pass, bonus token included; 0.0 before the first round."""
+        return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+
+    @property
+    def cumulative_acceptance(self) -> list[float]:
+        """Share of the rounds that drafted position `i` in which it was accepted."""
+        return [a / d for a, d in zip(self.accepted_at, self.drafted_at, strict=True) if d]
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """Share of the rounds that accepted position `i-1` in which position `i` was accepted too."""
+        return [a / r if r else 0.0 for a, r in zip(self.accepted_at, self.reached_at, strict=True)]
+
+    @property
+    def standard_error(self) -> float:
+        """Of the acceptance length of chains, taking rounds as independent."""
+        if not self.rounds:
+            return 0.0
+        reached = [accepted / self.rounds for accepted in self.accepted_at]  # chance that i or more are accepted
+        mean = sum(reached)
+        mean_square = sum((2 * i + 1) * share for i, share in enumerate(reached))
+        return math.sqrt(max(0.0, mean_square - mean**2) / self.rounds)
+
+
+@dataclass(repr=False)
+class SpeculationStats(Acceptance):
+    """Figures of one `generate` call, drafts of every source counted together. Printed, they are three lines.
+
+    A draft token counts as accepted when the target agreed with it, also where the text ended before it: the figures
+    judge the drafter, `new_tokens` what was written.
 
     Attributes:
         loop: `"own"` or `"plain"`; `reason` says why it is not the first choice (empty if it is).
         cache_type: how the target's keys and values were stored: `"full"` or `"int8"`.
-        rounds: verification passes, summed over rows.
         passes: verification passes, all rows at once.
-        drafted: draft tokens sent to verification (tree nodes without the root), summed over rounds.
-        accepted: draft tokens accepted, summed over rounds.
+        looked_up: of these counts, what was drafted from the text itself (prompt lookup).
         new_tokens: tokens written, summed over rows.
         prefilled_tokens: prompt tokens our own loop read, summed over rows; not those that a carried cache held.
         draft_s, verify_s, other_s: host seconds in the drafter, in target forwards, in everything else.
         prefill_s: host seconds until the first token, not part of the three above.
-        drafted_at, reached_at, accepted_at: per position, rounds whose draft went so deep, those of them that had
-            accepted all before it, and those that accepted it too.
         arrivals: of our own loop, after the first token and after each pass: seconds since the call began, and tokens
             written since the time before, summed over rows.
         skipped_rounds: passes that drafted nothing because it would have been in vain (`drafting.planner`).
@@ -65,19 +131,14 @@ class SpeculationStats:
     loop: str = "own"
     reason: str = ""
     cache_type: str = "full"
-    rounds: int = 0
     passes: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    looked_up: Acceptance = field(default_factory=Acceptance)
     new_tokens: int = 0
     prefilled_tokens: int = 0
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     other_s: float = 0.0
-    drafted_at: list[int] = field(default_factory=list)
-    reached_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     skipped_rounds: int = 0
     events: list[DraftEvent] = field(default_factory=list)
@@ -85,56 +146,16 @@ class SpeculationStats:
     memory_steps: dict[str, int] = field(default_factory=dict)
 
     @property
-    def acceptance_length(self) -> float:
-        """Mean tokens per verification pass, bonus token included; 0.0 before the first round."""
-        return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
-
-    @property
     def first_token_s(self) -> float | None:
-        """Seconds until the first token was there; `None` where nobody noted it."""
+        """Seconds until the first token was there; `None` where it was not noted."""
         return self.arrivals[0][0] if self.arrivals else None
 
-    @property
-    def speed_over_time(self) -> list[float]:
-        """Tokens per second of each stretch of `WINDOW_TOKENS` after the first token."""
-        return window_speeds(windows(self.arrivals))
-
-    @property
-    def speed_variation(self) -> float | None:
-        """Coefficient of variation of `speed_over_time`: 0 is perfectly steady; `None` of fewer than two stretches."""
-        return variation(self.speed_over_time)
-
-    @property
-    def slow_tok_per_s(self) -> float | None:
-        """Fifth percentile of `speed_over_time`: the speed that nineteen of twenty stretches reach."""
-        speeds = sorted(self.speed_over_time)
-        return speeds[len(speeds) // 20] if speeds else None
-
-    @property
-    def cumulative_acceptance(self) -> list[float]:
-        """Share of the rounds that drafted position `i` in which it was accepted."""
-        return [_ratio(a, d) for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
-
-    @property
-    def conditional_acceptance(self) -> list[float]:
-        """Share of the rounds that accepted position `i-1` in which position `i` was accepted too."""
-        return [_ratio(a, r) for a, r in zip(self.accepted_at, self.reached_at, strict=True)]
-
-    def record_round(self, *, depth: int, nodes: int, accepted: Sequence[int]) -> None:
-        """Count one round: `depth` deepest draft position, `nodes` draft tokens per row, `accepted` per live row."""
-        missing = depth - len(self.drafted_at)
-        if missing > 0:
-            for counts in (self.drafted_at, self.reached_at, self.accepted_at):
-                counts.extend([0] * missing)
+    def record_round(self, *, depth: int, nodes: int, accepted: Sequence[int], looked_up: bool = False) -> None:
+        """Count one pass: `depth` deepest draft position, `nodes` draft tokens per row, `accepted` per live row."""
         self.passes += 1
-        for count in accepted:
-            self.rounds += 1
-            self.drafted += nodes
-            self.accepted += count
-            for position in range(depth):
-                self.drafted_at[position] += 1
-                self.reached_at[position] += position <= count
-                self.accepted_at[position] += position < count
+        self.count(depth=depth, nodes=nodes, accepted=accepted)
+        if looked_up:
+            self.looked_up.count(depth=depth, nodes=nodes, accepted=accepted)
 
     def fall_back(self, reason: str) -> None:
         """Note a step down, once."""
@@ -143,38 +164,51 @@ class SpeculationStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, derived figures included, as JSON-ready values."""
-        return {
-            **{name: getattr(self, name) for name in self.__dataclass_fields__},
-            "arrivals": [list(arrival) for arrival in self.arrivals],
-            "first_token_s": self.first_token_s,
-            "speed_variation": self.speed_variation,
-            "slow_tok_per_s": self.slow_tok_per_s,
-            "events": [asdict(event) for event in self.events],
-            "acceptance_length": self.acceptance_length,
-            "cumulative_acceptance": self.cumulative_acceptance,
-            "conditional_acceptance": self.conditional_acceptance,
-        }
+        derived = ("first_token_s", "acceptance_length", "cumulative_acceptance", "conditional_acceptance")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
-    def __str__(self) -> str:
-        positions = " ".join(f"{value:.2f}" for value in self.cumulative_acceptance)
-        why = f" ({self.reason})" if self.reason else ""
-        cache = "" if self.cache_type == "full" else f", {self.cache_type} cache"
+    def __repr__(self) -> str:
+        return "\n".join((self._speed_line(), self._sources_line(), self._rests_line()))
+
+    def _speed_line(self) -> str:
+        if self.loop == "plain":
+            return f"1 token a pass ({self.new_tokens} tokens), written by plain decoding: {self.reason}"
+        rows = " and row" if self.rounds > self.passes else ""
+        why = f": {self.reason}" if self.reason else ""
+        cache = "" if self.cache_type == "full" else f", over {self.cache_type} keys and values"
+        return f"{self.acceptance_length:.2f} tokens a pass{rows} ({self.new_tokens} tokens{cache}){why}"
+
+    def _sources_line(self) -> str:
+        found = self.looked_up
+        of_drafter = {name: _less(getattr(self, name), getattr(found, name)) for name in vars(found)}
+        sources = {"drafter": Acceptance(**of_drafter), "looked up in the text": found}
+        said = [f"{source}: {_accepted(counts)}" for source, counts in sources.items() if counts.drafted]
+        return "; ".join(said) or "nothing was drafted"
+
+    def _rests_line(self) -> str:
+        rests = "drafting did not rest"
+        if self.skipped_rounds:
+            rests = f"{self.skipped_rounds} of {self.passes} passes drafted nothing: {self._why_it_rested}"
         steps = ", ".join(f"{what} {count}x" for what, count in self.memory_steps.items())
-        passes = self.skipped_rounds
-        skipped = f" ({passes} passes without drafts: {self._why_it_rested})" if passes else ""
-        given_up = f"; memory ran out: {steps}" if steps else ""
-        return (
-            f"acceptance length {self.acceptance_length:.2f} over {self.rounds} rounds, "
-            f"{self.accepted}/{self.drafted} draft tokens accepted{skipped}, by position [{positions}], "
-            f"seconds: prefill {self.prefill_s:.2f}, draft {self.draft_s:.2f}, verify {self.verify_s:.2f}, "
-            f"other {self.other_s:.2f}, loop {self.loop}{why}{cache}{given_up}"
-        )
+        return rests + (f"; memory ran out: {steps}" if steps else "")
 
     @property
     def _why_it_rested(self) -> str:
-        """As the policy told it; one that only pauses after drafts in vain tells nothing."""
-        told = [event.why for event in self.events if event.what == "rest"]
-        return told[-1] if told else "the drafts before them were in vain" if self.drafted else "nothing was drafted"
+        whys = [event.why for event in self.events if event.what == "rest"]
+        drafts = self.drafted > self.looked_up.drafted
+        return whys[-1] if whys else "their seconds are compared" if drafts else "the text repeated nothing"
+
+
+def _less(whole: Any, part: Any) -> Any:
+    """Counts without a part of them, position by position."""
+    if isinstance(whole, int):
+        return whole - part
+    return [count - (part[i] if i < len(part) else 0) for i, count in enumerate(whole)]
+
+
+def _accepted(counts: Acceptance) -> str:
+    positions = " ".join(f"{share:.2f}" for share in counts.cumulative_acceptance)
+    return f"{counts.accepted} of {counts.drafted} tokens accepted (by position {positions})"
 
 
 class LastStats:
@@ -271,93 +305,3 @@ class _Phase:
 
     def __exit__(self, *_: object) -> None:
         self._clock.charge(self._field, time.perf_counter() - self._start, self._outside_s)
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Counts of drafts over some calls, as each call's figures have them."""
-
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    drafted_at: tuple[int, ...] = ()
-    reached_at: tuple[int, ...] = ()
-    accepted_at: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, several: Iterable[Any]) -> Acceptance:
-        """The sum of figures with these fields: `SpeculationStats`, or what a benchmark noted of a call, if it did."""
-        parts = [part for part in several if part is not None]
-
-        def total(name: str) -> tuple[int, ...]:
-            lists = [getattr(part, name) for part in parts]
-            deepest = max(map(len, lists), default=0)
-            return tuple(sum(each[i] for each in lists if i < len(each)) for i in range(deepest))
-
-        rounds, drafted, accepted = (sum(getattr(p, n) for p in parts) for n in ("rounds", "drafted", "accepted"))
-        return cls(rounds, drafted, accepted, total("drafted_at"), total("reached_at"), total("accepted_at"))
-
-    @property
-    def length(self) -> float | None:
-        """Mean tokens per verification pass, bonus included."""
-        return self.acceptance_length if self.rounds else None
-
-    @property
-    def acceptance_length(self) -> float:
-        """The same; 0.0 of no round."""
-        return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
-
-    @property
-    def standard_error(self) -> float:
-        """Of the acceptance length of chains, taking rounds as independent."""
-        if not self.rounds:
-            return 0.0
-        reached = [accepted / self.rounds for accepted in self.accepted_at]  # chance that i or more are accepted
-        mean = sum(reached)
-        mean_square = sum((2 * i + 1) * share for i, share in enumerate(reached))
-        return math.sqrt(max(0.0, mean_square - mean**2) / self.rounds)
-
-    @property
-    def cumulative(self) -> list[float]:
-        """Share of the rounds that drafted a position in which it was accepted."""
-        return [a / d for a, d in zip(self.accepted_at, self.drafted_at, strict=True) if d]
-
-
-def windows(arrivals: Sequence[tuple[float, int]], size: int = WINDOW_TOKENS) -> list[float]:
-    """Seconds of each whole stretch of `size` tokens.
-
-    Tokens arrive in blocks, so the time between two arrivals is shared among the tokens of the later one.
-
-    Args:
-        arrivals: (seconds, tokens handed out then), in order. What came first is where the clock starts.
-    """
-    if not arrivals:
-        return []
-    times, counts = [arrivals[0][0]], [0]
-    for moment, count in arrivals[1:]:
-        times.append(moment)
-        counts.append(counts[-1] + count)
-    marks, at = [], 0
-    for tokens in range(0, counts[-1] + 1, size):
-        while counts[at] < tokens:
-            at += 1
-        if counts[at] == tokens:
-            marks.append(times[at])
-        else:
-            share = (tokens - counts[at - 1]) / (counts[at] - counts[at - 1])
-            marks.append(times[at - 1] + share * (times[at] - times[at - 1]))
-    return [later - earlier for earlier, later in pairwise(marks)]
-
-
-def window_speeds(window_s: Sequence[float]) -> list[float]:
-    """Tokens per second of each stretch."""
-    return [WINDOW_TOKENS / seconds for seconds in window_s if seconds > 0]
-
-
-def variation(values: Sequence[float]) -> float | None:
-    """Standard deviation over mean: 0 is perfectly steady; `None` of fewer than two."""
-    return pstdev(values) / fmean(values) if len(values) > 1 else None
-
-
-def _ratio(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0

@@ -95,8 +95,8 @@ def test_acceptance_of_several_calls_adds_up():
     one.record_round(depth=1, nodes=1, accepted=[1])
     two.record_round(depth=2, nodes=2, accepted=[0])
     total = Acceptance.of([one, two])
-    assert (total.rounds, total.drafted, total.accepted, total.length) == (2, 3, 1, 1.5)
-    assert (total.drafted_at, total.reached_at, total.accepted_at) == ((2, 1), (2, 0), (1, 0))
+    assert total == Acceptance(2, 3, 1, [2, 1], [2, 0], [1, 0])
+    assert total.acceptance_length == 1.5
 
 
 def test_plan_says_what_fits_and_leaves_with_1_where_it_does_not(tmp_path):

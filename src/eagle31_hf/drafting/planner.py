@@ -258,14 +258,21 @@ class Planner:
         return bearable if self._has_won else min(bearable, MOST_LOST)
 
     def _rest(self) -> None:
-        self._tell("rest", f"drafts would write {self._speedup():.2f} x as fast as none")
+        self._on_event("rest", self._why_rest())
         self._rest_left, self._lost, self._has_won, self._is_trial = self._next_rest, 0.0, False, True
         self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+
+    def _why_rest(self) -> str:
+        if self._is_constant:
+            return f"nothing was accepted in {VAIN_ROUNDS} rounds in a row" + ", nor in a trial since" * self._is_trial
+        if (speedup := self._speedup()) < 1.0:
+            return f"by an estimate, drafts would slow the text down to {speedup:.2f} of its speed without them"
+        return f"{'a trial' if self._is_trial else 'its first drafts'} brought less than they cost, by an estimate"
 
     def _win(self) -> None:
         if self._is_trial:
             self._won, self._paid = 8.0, 8.0
-            self._tell("resume", "drafts pay again")
+            self._on_event("resume", "drafts pay again")
         self._lost, self._has_won, self._is_trial, self._next_rest = 0.0, True, False, SHORTEST_REST
 
     # --- doubt, and what one more token must bring -----------------------------------------------------------------
@@ -287,9 +294,6 @@ class Planner:
 
     # --- events ---------------------------------------------------------------------------------------------------
 
-    def _tell(self, what: str, why: str) -> None:
-        self._on_event(what, f"{why}; a draft token is accepted {self.rates.overall:.0%} of the time")
-
     def _tell_source(self, source: str) -> None:
         if source != self._source:
             self._source = source
@@ -298,5 +302,6 @@ class Planner:
     def _tell_length(self) -> None:
         length = self._length()
         if self._drafted_depth and length != self._drafted_depth:
-            self._tell("length", f"{self._drafted_depth} to {length} tokens")
+            likely = f"a draft token is accepted {self.rates.overall:.0%} of the time, by an estimate"
+            self._on_event("length", f"{self._drafted_depth} to {length} tokens: {likely}")
         self._drafted_depth = length

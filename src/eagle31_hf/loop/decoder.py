@@ -268,7 +268,8 @@ class SpeculativeDecoder:
 
     def _record(self, tree: DraftTree, accepted: list[int], batch: RoundBatch) -> None:
         stats, plan, depth, nodes = self.request.stats, batch.plan, tree.max_depth, tree.size - 1
-        stats.record_round(depth=depth, nodes=nodes, accepted=accepted)
+        looked_up = plan is not None and plan.tokens is not None
+        stats.record_round(depth=depth, nodes=nodes, accepted=accepted, looked_up=looked_up)
         if plan is not None:
             stats.skipped_rounds += plan.skips
             rows = tuple(self.rows[b] for b in batch.live)

@@ -74,7 +74,7 @@ def _draw_kinds(axes: Any, results: Sequence[MethodResult], kinds: Sequence[str]
 
 def _draw_positions(axes: Any, results: Sequence[MethodResult]) -> None:
     for number, result in enumerate(results):
-        shares = result.acceptance.cumulative
+        shares = result.acceptance.cumulative_acceptance
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         axes.plot(range(1, 1 + len(shares)), shares, color=colour, marker=marker, label=result.method.name)
     axes.set_ylim(0, 1)

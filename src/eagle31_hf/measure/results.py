@@ -77,7 +77,7 @@ class MethodResult:
     @property
     def tokens_per_pass(self) -> float | None:
         """Acceptance length; `None` of plain `generate`, and of texts that it wrote after all."""
-        return self.acceptance.length
+        return self.acceptance.acceptance_length or None
 
     @property
     def first_token_s(self) -> dict[str, float]:
@@ -128,7 +128,7 @@ class MethodResult:
             "tokens_per_s": asdict(self.tokens_per_s),
             "speedup": self.speedup and asdict(self.speedup),
             "tokens_per_pass": self.tokens_per_pass,
-            "accepted_at": self.acceptance.cumulative,
+            "accepted_at": self.acceptance.cumulative_acceptance,
             "first_token_s": self.first_token_s,
             "gap_s": self.gap_s,
             "peak_bytes": self.peak_bytes,

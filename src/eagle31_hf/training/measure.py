@@ -307,7 +307,7 @@ def acceptance_of(rounds: Sequence[TextRounds]) -> Acceptance:
     """Counts over all texts."""
     taken = sum(text.rounds for text in rounds)
     drafted, accepted = (
-        tuple(sum(level) for level in zip(*(getattr(text, name) for text in rounds), strict=True))
+        [sum(level) for level in zip(*(getattr(text, name) for text in rounds), strict=True)]
         for name in ("drafted_at", "accepted_at")
     )
     written = sum(text.tokens for text in rounds)

@@ -83,7 +83,7 @@ class StageResult:
         acceptance = {}
         for category, figures in stored["acceptance"].items():
             counts = {each.name: figures[each.name] for each in fields(Acceptance) if each.name in figures}
-            acceptance[category] = Acceptance.of([Acceptance(**counts)])  # whose lists are tuples
+            acceptance[category] = Acceptance(**counts)
         curve = tuple(stored.get("curve", ()))
         return cls(stored["name"], stored["steps"], stored["loss"], acceptance, curve)
 

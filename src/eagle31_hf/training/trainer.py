@@ -140,7 +140,7 @@ class DistillationTrainer(Trainer):
         figures = {
             "acceptance_length": acceptance_length(rounds[0]),
             "acceptance_error": paired_error(rounds[0]),
-            **{f"acceptance_at_{position}": value for position, value in enumerate(greedy.cumulative, 1)},
+            **{f"acceptance_at_{position}": value for position, value in enumerate(greedy.cumulative_acceptance, 1)},
             **{f"acceptance_length_{kind}": each.acceptance_length for kind, each in by_category(rounds[0]).items()},
             "served_length": served_length(rounds),
             "served_error": served_error(rounds),
