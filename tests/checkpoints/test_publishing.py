@@ -20,8 +20,7 @@ from eagle31_hf.checkpoints import write_checkpoint
 from eagle31_hf.checkpoints.card import check_card, fill_card, prepare_upload
 from eagle31_hf.cli import app
 from eagle31_hf.demo import target_path
-from eagle31_hf.errors import ConfigurationError, PublishingError
-from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.errors import PublishingError
 from helpers import DEMO_DRAFTER
 from hub_stand_in import READER, WRITER, StandInHub, stand_in_hub
 
@@ -192,12 +191,6 @@ def test_a_path_of_this_machine_is_not_published(folder):
     (folder / "config.json").write_text(json.dumps(config | {"target_model": {"name_or_path": "/home/me/target"}}))
     with pytest.raises(PublishingError, match=r"names its target by a path of this machine.*eagle31 convert"):
         prepare_upload(folder, "owner/drafter")
-
-
-def test_training_asks_for_a_licence_before_it_works_for_hours():
-    told = TrainingSettings(target="t", prompts=("p",), out=Path("o"), push="owner/drafter")
-    with pytest.raises(ConfigurationError, match="without a license"):
-        told.check()
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -13,7 +14,6 @@ from transformers import TrainerState
 from eagle31_hf.errors import TrainingError
 from eagle31_hf.training import train
 from eagle31_hf.training.progress import Counting, LiveProgress
-from eagle31_hf.training.settings import TrainingSettings
 
 
 @pytest.mark.parametrize(("resumes", "first", "says"), [(False, 4, False), (True, 4, True), (True, 0, False)])
@@ -38,20 +38,20 @@ def test_the_bar_moves_while_no_text_has_ended() -> None:
 
 
 def test_the_bar_ends_where_training_ends_by_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True)
-    run: Any = object.__new__(train._Run)
-    run.settings, run.console, run.trains = TrainingSettings("t", ("x.jsonl",), tmp_path), console, False
+    bars: list[LiveProgress] = []
 
     class Failing:
+        def __init__(self, *_: Any, callbacks: list[Any], **__: Any):
+            bars.append(callbacks[0])
+
+        def remove_callback(self, _: Any) -> None: ...
+
         def train(self, **_: Any) -> None:
-            run.progress.on_train_begin(None, TrainerState(max_steps=4, is_world_process_zero=True), None)
+            bars[0].on_train_begin(None, TrainerState(max_steps=4, is_world_process_zero=True), None)
             raise TrainingError("the loss is nan")
 
-    def failing(stage: str, *_: Any) -> Failing:
-        run.progress = LiveProgress(console, stage)
-        return Failing()
-
-    monkeypatch.setattr(run, "_trainer", failing)
+    monkeypatch.setattr(train, "DistillationTrainer", Failing)
+    run: Any = mock.Mock(console=Console(file=io.StringIO(), force_terminal=True), stage="stage1", checkpoint=None)
     with pytest.raises(TrainingError, match="the loss is nan"):
-        run._train("stage1", None, 4)
-    assert not run.progress._bar.live.is_started
+        train._Run._train(run, None, None, [], 4)
+    assert not bars[0]._bar.live.is_started

@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from eagle31_hf.training.plan import StagePlan, TrainingPlan
-from eagle31_hf.training.record import command_line, learning_curve
+from eagle31_hf.training.progress import StopRequest, describe_kept, remove_run, telling_what_is_kept
+from eagle31_hf.training.report import StageResult, TrainingPlan, TrainingReport, command_line, learning_curve
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.stopping import StopRequest, describe_kept, remove_run, telling_what_is_kept
+
+PLAN = TrainingPlan(
+    rows=10, tokens=4000, supervised_tokens=4000, coverage=1.0, rows_per_step=2, steps=30, step_s=2.0, measurements=3,
+    measurement_s=50.0, prompts=64, disk_bytes=0, training_bytes=0,
+)  # fmt: skip
 
 
 def write_checkpoint(folder: Path, step: int, log_history: list[dict[str, float]] | None = None) -> None:
@@ -39,7 +43,8 @@ def out(tmp_path: Path) -> Path:
 
 def test_what_is_kept_is_counted(out: Path, tmp_path: Path) -> None:
     assert describe_kept(out) == "2 self-written prompts, 2 answers, stage1 up to step 1,500"
-    (out / "stage1" / "result.json").touch()
+    report = TrainingReport(out, PLAN, (StageResult("stage1", 30, 1.0, {}),))
+    (out / "training_report.json").write_text(json.dumps(report.to_dict()))
     assert describe_kept(out).endswith("stage1 as a whole")
     assert describe_kept(tmp_path / "none") == ""
 
@@ -81,14 +86,9 @@ def test_a_run_that_has_kept_nothing_says_so(tmp_path: Path) -> None:
 
 
 def test_the_plans_minutes_hold_the_measurements() -> None:
-    made = TrainingPlan(
-        rows=10, tokens=4000, supervised_tokens=4000, coverage=1.0, rows_per_step=2,
-        stages=(StagePlan("stage1", 30, 2.0, 3), StagePlan("stage2", 10, 4.0, 1)), measurement_s=50.0, prompts=64,
-        disk_bytes=0, training_bytes=0,
-    )  # fmt: skip
-    assert made.total_s == 30 * 2 + 10 * 4 + 4 * 50
-    assert made.tokens_per_step == 800
-    assert "measured  4 x 64 prompts, about 50 s each\ntime      5.0 minutes" in str(made)
+    assert PLAN.total_s == 30 * 2 + 3 * 50
+    assert PLAN.tokens_per_step == 800
+    assert "measured  3 x 64 prompts, about 50 s each\ntime      3.5 minutes" in str(PLAN)
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -99,11 +99,11 @@ def test_the_command_runs_as_it_stands_where_target_and_texts_have_these_names(t
     rows.touch()
     told = TrainingSettings(
         target=str(tmp_path), target_id="owner/target", prompts=("self:50", str(rows)), out=tmp_path / "out",
-        resume=True, device="cpu", temperature=(0.0, 0.7), gradient_checkpointing=True, eval_new_tokens=64,
+        resume=True, device="cpu", temperature=(0.0, 0.7), gradient_checkpointing=True,
     )  # fmt: skip
     resolved = replace(told, max_new_tokens=1, max_length=1, eval_steps=1)
     line = "eagle31 train owner/target --prompts self:50 --prompts rows.jsonl --temperature 0.0 --temperature 0.7"
-    assert command_line(resolved, told) == f"{line} --gradient-checkpointing --eval-new-tokens 64 --out drafter"
+    assert command_line(resolved, told) == f"{line} --gradient-checkpointing --out drafter"
     nameless = replace(resolved, target_id=None)
     assert f"train {tmp_path.name} " in command_line(nameless, replace(told, target_id=None))
 
@@ -114,9 +114,9 @@ def test_the_learning_curve_is_read_from_the_last_checkpoint(tmp_path: Path) -> 
         {"step": 10, "eval_acceptance_length": 1.5, "eval_acceptance_error": 0.1},
         {"step": 20, "eval_acceptance_length": 1.75, "eval_acceptance_error": 0.05},
     ]
-    assert learning_curve(tmp_path, 100.0) == []
+    assert learning_curve(tmp_path, 100.0) == ()
     write_checkpoint(tmp_path, 20, log)
-    assert learning_curve(tmp_path, 100.5) == [
+    assert learning_curve(tmp_path, 100.5) == (
         {"step": 10, "tokens": 1005, "acceptance_length": 1.5, "standard_error": 0.1},
         {"step": 20, "tokens": 2010, "acceptance_length": 1.75, "standard_error": 0.05},
-    ]
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ def test_minutes_that_make_no_sense() -> None:
     told = TrainingSettings(target="t", prompts=("x.jsonl",), out=Path("out"))
     with pytest.raises(ConfigurationError, match=r"minutes is 0\.0; wanted more than 0"):
         replace(told, minutes=0.0).check()
-    with pytest.raises(ConfigurationError, match="minutes is 8 and max_steps 5"):
+    with pytest.raises(ConfigurationError, match=r"minutes is 8\.0 and max_steps 5"):
         replace(told, minutes=8.0, max_steps=5).check()
 
 
@@ -36,26 +35,11 @@ def test_a_run_has_as_many_steps_as_its_minutes_hold(tmp_path: Path, monkeypatch
     rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(10)))
     told = TrainingSettings(
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", regenerate="none", minutes=0.13,
-        max_length=48, draft_vocab_size=256, batch_rows=1, device="cpu", eval_new_tokens=4,
+        max_length=48, draft_vocab_size=256, batch_rows=1, device="cpu",
     )  # fmt: skip
     with pytest.raises(TrainingError, match=r"0\.0 of the minutes are left .* take 0\.1; give more minutes"):
         train.train_drafter(replace(told, minutes=0.04))
     report = train.train_drafter(told)
     assert [(stage.name, stage.steps) for stage in report.stages] == [("stage1", 3)]  # and a measurement: 7 of 7.8 s
     resumed = train.train_drafter(replace(told, minutes=0.5, resume=True))
-    assert resumed.plan.stages[0].steps == 3
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 7, 10, 1000])
-@pytest.mark.parametrize("stage", ["1", "2", "both"])
-def test_resumed_stages_have_the_steps_they_began_with(tmp_path: Path, steps: int, stage: str) -> None:
-    told = TrainingSettings("t", ("x.jsonl",), tmp_path, stage=stage, resume=True, minutes=1.0, eval_steps=5)
-    run: Any = object.__new__(train._Run)
-    run.settings = told
-    begun = run._stages(steps, {"stage1": 1.0, "stage2": 1.0})
-    checkpoint = tmp_path / begun[0].name / "checkpoint-1"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 1, "max_steps": begun[0].steps}))
-    for name in ("model.safetensors", "config.json"):
-        (checkpoint / name).touch()
-    assert run._stages_in_time(None, {"stage1": 1.0, "stage2": 1.0})[0] == begun[0]
+    assert resumed.plan.steps == 3

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import PartialState
 from rich.console import Console
 from tiny_training import DRAFT_VOCABULARY, ROW, make_documents, make_drafter, make_target
 from transformers import TrainerCallback, TrainingArguments
@@ -23,9 +22,8 @@ from eagle31_hf.training.data import PackedDocuments
 from eagle31_hf.training.measure import EvaluationPrompt, TextRounds, served_error, served_length, write_texts
 from eagle31_hf.training.objectives import DistillationModel
 from eagle31_hf.training.preparation import set_vocabulary
-from eagle31_hf.training.progress import LiveProgress
+from eagle31_hf.training.progress import LiveProgress, StopRequest, telling_what_is_kept
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.stopping import StopRequest, telling_what_is_kept
 from eagle31_hf.training.train import leave_process_group
 from eagle31_hf.training.trainer import DistillationTrainer, by_category, copy_weights, last_checkpoint
 from eagle31_hf.training.writing import require_disk
@@ -35,9 +33,9 @@ from warm_processes import finish, start_group
 def make_trainer(folder: Path, *, steps: int, batch: int = 2, accumulate: int = 1, **arguments):
     drafter = make_drafter(make_target())
     args = TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=batch, logging_steps=1, save_steps=2,
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=batch, logging_steps=1,
         gradient_accumulation_steps=accumulate, report_to="none", disable_tqdm=True, use_cpu=True, seed=5,
-        remove_unused_columns=False, lr_scheduler_type="cosine", learning_rate=1e-2, **arguments,
+        remove_unused_columns=False, lr_scheduler_type="cosine", learning_rate=1e-2, **({"save_steps": 2} | arguments),
     )  # fmt: skip
     prompts = [EvaluationPrompt([1, 5, 9], "a"), EvaluationPrompt([1, 7, 8, 4], "b")]
     prompts = prompts[args.process_index :: args.world_size]
@@ -249,17 +247,6 @@ def test_a_drafter_is_saved_as_its_target_is_stored(
     assert setup.precision_of_result(settings, make_target()) is saved
 
 
-@pytest.mark.parametrize(("ratio", "pays"), [(0.5, True), (0.9, False), (1.3, False)])
-def test_mixed_precision_is_for_processors_that_are_faster_with_it(
-    ratio: float, pays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    PartialState(cpu=True)
-    monkeypatch.setattr(setup, "_product_s", lambda dtype: ratio if dtype == torch.bfloat16 else 1.0)
-    assert setup.multiplies_bfloat16(torch.device("cpu")) is pays
-    assert setup.multiplies_bfloat16(torch.device("cuda"))
-    assert not setup.multiplies_bfloat16(torch.device("mps"))
-
-
 class Signalled(TrainerCallback):
     """A signal comes within a step."""
 
@@ -288,6 +275,28 @@ def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint(tmp_path: Path,
     resumed = make_trainer(tmp_path / "stopped", steps=5)
     resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-3"))
     assert losses_of(resumed) == losses_of(whole)
+
+
+def stop_together(folder: Path, number: int) -> None:
+    """A signal comes to the second of two processes alone."""
+    trainer = make_trainer(folder, steps=5, save_steps=5)
+    stop = StopRequest(Console(quiet=True))
+    trainer.add_callback(stop)
+    if not trainer.is_world_process_zero():
+        trainer.add_callback(Signalled(number, step=2))
+    with telling_what_is_kept(folder, Console(quiet=True), stop):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    del trainer
+    leave_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_signal_to_one_process_ends_all_behind_the_same_step(tmp_path: Path) -> None:
+    for process in start_group(2, stop_together, tmp_path, signal.SIGTERM, log=tmp_path / "log"):
+        assert finish(process) == 0, [log.read_text()[-3000:] for log in tmp_path.glob("log.*")]
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:

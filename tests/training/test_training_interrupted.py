@@ -40,7 +40,7 @@ def words_for(out: Path, *options: str) -> list[str]:
     rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT}) for i in range(10)))
     told: dict[str, Any] = {
         "prompts": rows, "out": out, "regenerate": "none", "max-length": 48, "draft-vocab-size": 256, "batch-rows": 2,
-        "max-steps": STEPS, "eval-steps": 1, "eval-new-tokens": 4, "device": "cpu", "dtype": "float32",
+        "max-steps": STEPS, "eval-steps": 1, "device": "cpu", "dtype": "float32",
     }  # fmt: skip
     words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
     return ["train", str(target_path()), *words, *options]

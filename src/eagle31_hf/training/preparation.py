@@ -6,7 +6,6 @@ With several processes each lets the target write its share of the texts; then a
 from __future__ import annotations
 
 import os
-import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,8 +35,6 @@ from .settings import SMALL_TARGET_PARAMETERS, TrainingSettings
 from .writing import disk_bytes, regenerate
 
 HELD_OUT_ROWS = 64
-CLEARLY_FASTER = 0.8
-"""Of the time: a run that is resumed shall find the same."""
 
 
 @dataclass(frozen=True)
@@ -205,24 +202,6 @@ def precision_of_result(settings: TrainingSettings, target: PreTrainedModel) -> 
     stored = stored_dtype(settings.target) if settings.dtype == "auto" else None
     precision = stored or target.dtype
     return precision if precision.is_floating_point else torch.bfloat16
-
-
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether training in mixed precision is faster there: on CUDA cards, and on CPUs that show it.
-
-    What a CPU lists says too little: some that list bfloat16 instructions are slower with them. So both are timed, some
-    50 ms in all; with several processes the first decides for all.
-    """
-    if device.type != "cpu":
-        return device.type == "cuda"
-    faster = [_product_s(torch.bfloat16) < CLEARLY_FASTER * _product_s(torch.float32)]
-    return bool(broadcast_object_list(faster)[0])
-
-
-def _product_s(dtype: torch.dtype) -> float:
-    """Least seconds of a product as large as a small drafter's."""
-    left, right = torch.ones(512, 512, dtype=dtype), torch.ones(512, 1024, dtype=dtype)
-    return min(timeit.repeat(lambda: torch.mm(left, right), repeat=5, number=1))
 
 
 def is_small(target: PreTrainedModel) -> bool:

@@ -1,13 +1,28 @@
-"""What a person sees while a drafter is trained: loss, teacher-forced accuracy per step, acceptance, time left."""
+"""What a person sees while a drafter is trained, how a run is stopped from outside, and what it has then kept."""
 
 from __future__ import annotations
 
+import shutil
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
+
+from ..checkpoints.card import RECORD_FILE
+from ..errors import TrainingError
+from .report import read_report
+from .settings import STAGES, TrainingSettings
+from .trainer import last_checkpoint
+from .writing import settings_beside
 
 LINE_EVERY_S = 30.0
 """Where no bar can be drawn, the log gets a line so often."""
@@ -134,3 +149,125 @@ class LiveProgress(TrainerCallback):
     def stop(self) -> None:
         """End the bar, also where training ended by an error."""
         self._bar.stop()
+
+
+# --- what a run has kept ----------------------------------------------------------------------------------------------
+
+
+def open_folder(settings: TrainingSettings, console: Console) -> None:
+    """Say what a resumed run finds in its folder, remove what a fresh one is to forget.
+
+    Raises:
+        TrainingError: an earlier run lies there, and the settings say neither; or there is nothing to resume.
+    """
+    out, kept = settings.out, describe_kept(settings.out)
+    if settings.resume and not out.is_dir():
+        raise TrainingError(f"nothing to resume: there is no folder {out}; start without resume")
+    if settings.resume:
+        say(console, f"resuming  {kept or 'an empty folder'}")
+    elif kept and not settings.fresh:
+        raise TrainingError(
+            f"{out} holds an earlier run ({kept}); go on with --resume, begin anew with --fresh, or name another folder"
+        )
+    elif settings.fresh and not console.quiet:
+        remove_run(out)
+
+
+def describe_kept(out: Path) -> str:
+    """What lies in a run's folder that `--resume` goes on with; empty if nothing does."""
+    texts = {"self-written prompts": "prompts*.jsonl", "answers": "conversations*.jsonl"}
+    lines = {what: sum(path.read_bytes().count(b"\n") for path in _written(out, n)) for what, n in texts.items()}
+    parts = [f"{count:,} {what}" for what, count in lines.items() if count]
+    report = read_report(out)
+    finished = {stage.name for stage in report.stages} if report else set()
+    for stage in (f"stage{number}" for number in STAGES):
+        checkpoint = last_checkpoint(out / stage)
+        if stage in finished:
+            parts.append(f"{stage} as a whole")
+        elif checkpoint is not None:
+            parts.append(f"{stage} up to step {int(checkpoint.name.rpartition('-')[2]):,}")
+    return ", ".join(parts)
+
+
+def remove_run(out: Path) -> None:
+    """Remove texts and checkpoints that an earlier run has left in its folder, and nothing else."""
+    for path in (*_written(out, "prompts*.jsonl"), *_written(out, "conversations*.jsonl")):
+        path.unlink()
+        settings_beside(path).unlink()
+    for number in STAGES:
+        shutil.rmtree(out / f"stage{number}", ignore_errors=True)
+    if read_report(out):
+        (out / RECORD_FILE).unlink()
+
+
+def _written(out: Path, names: str) -> list[Path]:
+    """Texts that a run has written, which their settings stand beside: no files of anybody else's."""
+    return [path for path in sorted((out / "data").glob(names)) if settings_beside(path).exists()]
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------
+
+
+class StopRequest(TrainerCallback):
+    """SIGTERM or Ctrl-C: while steps are done the run ends behind the step, with a checkpoint, else at once.
+
+    A second signal ends it at once, too. Of several processes each may hear it within another step, or one alone: all
+    end behind the same, and no signal ends one before.
+    """
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._steps = False  # whether steps are being done
+        self.number = 0  # of the signal that came
+
+    def hear(self, number: int, frame: Any = None) -> None:
+        """Handler of the signals."""
+        again, self.number = self.number, number
+        if not self._steps or (again and PartialState().num_processes == 1):
+            self.leave()
+        with suppress(RuntimeError):  # of a stream that was just being written to
+            say(self._console, "stopping behind this step, with a checkpoint; once more stops at once")
+
+    def leave(self) -> None:
+        """End the program if a signal came."""
+        if self.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.number:
+            raise SystemExit(128 + self.number)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.number = max(gather_object([self.number]))
+        if self.number:
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps = False
+
+
+@contextmanager
+def telling_what_is_kept(out: Path, console: Console, stop: StopRequest) -> Iterator[None]:
+    """Within, SIGTERM and Ctrl-C go to `stop`, and a run that they end says what it has kept.
+
+    Raises:
+        SystemExit: SIGTERM came; its code is 128 and the signal's number, as shells count.
+    """
+    listens = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    if listens:
+        for number in before:
+            signal.signal(number, stop.hear)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        kept = describe_kept(out)
+        advice = f"kept in {out}: {kept}; go on with the same options and --resume" if kept else "nothing was kept yet"
+        say(console, f"stopped; {advice}")
+        raise
+    finally:
+        if listens:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, removal
 from ..targets.devices import PRECISIONS
 
 TURNS = ("each", "last", "none")
-STAGES = ("1", "2", "both")
+STAGES = ("1", "2")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 SMALL_TARGET_PARAMETERS = 200_000_000
+EVALUATION_TOKENS = 128
+"""Most tokens that are written for a held-out prompt."""
 
 # Headings of `eagle31 train --help`.
 COMMON = "Options that most runs need"
@@ -54,7 +56,7 @@ class TrainingSettings:
         None, COMMON, "load the target in 4bit or 8bit (bitsandbytes), as it will be served"
     )
     stage: str = _option(
-        "1", STEPS, "1 (distillation), 2 (expected acceptance, on a trained drafter; not shown to pay) or both"
+        "1", STEPS, "1 (distillation) or 2 (expected acceptance, of a trained drafter; not shown to pay)"
     )
     drafter: str | None = _option(None, DRAFTER, "start from this drafter (folder or Hub id) instead of a fresh one")
     held_out: tuple[str, ...] = _option(
@@ -89,53 +91,50 @@ class TrainingSettings:
     eval_steps: int = _option(
         None, MEASURING, "steps between measurements, each with a checkpoint; default 500 if small, else 200"
     )
-    eval_new_tokens: int = _option(128, MEASURING, "most tokens written for a held-out prompt")
     dtype: str = _option(
         "auto", MACHINE, "precision of the target: as stored unless this CPU would emulate it, stored, bf16, fp16, fp32"
     )
     device: str = _option("auto", MACHINE, "auto, cpu, cuda or mps")
     seed: int = _option(0, STEPS, "of data order, sampling and initial weights")
     report_to: str = _option("none", RESULT, "where Trainer logs to: none, tensorboard, wandb, ...")
-    push: str | None = _option(None, RESULT, "upload drafter, card and report to this Hub repository at the end")
-    license: str | None = _option(None, RESULT, "licence of the drafter for its card, e.g. apache-2.0; needed to push")
+    license: str | None = _option(None, RESULT, "licence of the drafter for its card, e.g. apache-2.0")
     target_id: str | None = _option(
         None, RESULT, "Hub id of a target given as folder or file, for the card and the lines that serve it"
     )
 
     def check(self) -> None:
         """Raise a `ConfigurationError` naming the first field that makes no sense."""
-        for name, allowed in (
-            ("stage", STAGES),
-            ("regenerate", (None, *TURNS)),
-            ("quantization", (None, "4bit", "8bit")),
-            ("dtype", PRECISIONS),
-            ("device", DEVICES),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ConfigurationError(f"{name} is {getattr(self, name)!r}; wanted one of {allowed}")
-        for name in ("ttt_steps", "batch_rows", "eval_steps", "eval_new_tokens", "max_new_tokens", "write_rows"):
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                known = removal(f"train --{name} {value}")
+                raise ConfigurationError(known or f"{name} is {value!r}; wanted one of {allowed}")
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; wanted at least 1")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ConfigurationError(f"minutes is {self.minutes}; wanted more than 0")
-        if self.minutes is not None and self.max_steps is not None:
-            raise ConfigurationError(
-                f"minutes is {self.minutes:g} and max_steps {self.max_steps}; each says when to stop: give one"
-            )
-        for temperature in self.temperature:
-            if temperature < 0:
-                raise ConfigurationError(f"temperature is {temperature}; wanted 0 (greedy) or more")
-        if not self.prompts:
-            raise ConfigurationError("no prompts given; name a JSONL file, a folder of them or a Hub data set")
-        if file := next((path for path in (self.out, *self.out.parents) if path.is_file()), None):
-            raise ConfigurationError(f"out is {str(self.out)!r}, and {str(file)!r} is a file; name a folder")
-        if self.resume and self.fresh:
-            raise ConfigurationError("resume and fresh exclude each other; give one")
-        if self.push is not None and not self.license:
-            raise ConfigurationError(
-                f"push is {self.push!r} without a license; a published card must state one, e.g. license='apache-2.0'"
-            )
-        if self.drafter == "none":
-            raise ConfigurationError("drafter is 'none'; to train a fresh drafter leave drafter out")
-        if self.stage == "2" and self.drafter is None:
-            raise ConfigurationError("stage 2 improves a trained drafter; name it with drafter, or use stage='both'")
+        file = next((str(path) for path in (self.out, *self.out.parents) if path.is_file()), None)
+        problems = {
+            f"minutes is {self.minutes}; wanted more than 0": self.minutes is not None and not self.minutes > 0,
+            f"minutes is {self.minutes} and max_steps {self.max_steps}; each says when to stop: give one":
+                None not in (self.minutes, self.max_steps),
+            f"temperature is {min(self.temperature, default=0)}; wanted 0 (greedy) or more":
+                min(self.temperature, default=0) < 0,
+            "no prompts given; name a JSONL file, a folder of them or a Hub data set": not self.prompts,
+            f"out is {str(self.out)!r}, and {file!r} is a file; name a folder": file is not None,
+            "resume and fresh exclude each other; give one": self.resume and self.fresh,
+            "drafter is 'none'; to train a fresh drafter leave drafter out": self.drafter == "none",
+            "stage 2 improves a trained drafter; name it with drafter": self.stage == "2" and self.drafter is None,
+        }  # fmt: skip
+        for problem, holds in problems.items():
+            if holds:
+                raise ConfigurationError(problem)
+
+
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "stage": STAGES,
+    "regenerate": (None, *TURNS),
+    "quantization": (None, "4bit", "8bit"),
+    "dtype": tuple(PRECISIONS),
+    "device": DEVICES,
+}
+_AT_LEAST_ONE = ("ttt_steps", "batch_rows", "eval_steps", "max_new_tokens", "write_rows")

@@ -1,0 +1,244 @@
+"""What a run will take, told before its first step, and what it made, as `training_report.json` keeps it.
+
+The card is filled from that record. It holds no path of this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import __version__
+from ..checkpoints.card import RECORD_FILE
+from ..drafter.drafter import Eagle31Drafter
+from ..stats import Acceptance
+from ..targets.devices import now
+from .data import collate
+from .measure import KnownTexts, rounds_of
+from .objectives import DistillationModel
+from .settings import EVALUATION_TOKENS, TrainingSettings
+from .trainer import DRAFT_TOKENS, last_checkpoint
+
+PACKAGES = ("torch", "transformers")
+_OF_THIS_MACHINE = ("resume", "fresh", "device", "report_to")
+_IN_OTHER_FIELDS = ("target", "target_id", "prompts", "out", "drafter", "held_out", "license")
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Figures of a run."""
+
+    rows: int  # rows, tokens, supervised_tokens: packed rows and what they hold
+    tokens: int
+    supervised_tokens: int
+    coverage: float  # share of the supervised tokens that can be drafted
+    rows_per_step: int  # packed rows in an optimiser step, on all processes together
+    steps: int  # optimiser steps
+    step_s: float  # seconds of one, measured
+    measurements: int  # of acceptance
+    measurement_s: float  # seconds of one, from one text of it
+    prompts: int  # that acceptance is measured on
+    disk_bytes: int  # checkpoints at their most
+    training_bytes: int  # memory beside the target: weights, gradients, optimiser, activations of one batch
+
+    @property
+    def total_s(self) -> float:
+        """Expected seconds of training and measuring."""
+        return self.steps * self.step_s + self.measurements * self.measurement_s
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens in an optimiser step, without padding."""
+        return self.tokens / max(1, self.rows) * self.rows_per_step
+
+    def __str__(self) -> str:
+        return "\n".join(
+            (
+                f"data      {self.tokens:,} tokens in {self.rows:,} rows",
+                f"learned   {self.supervised_tokens:,} tokens, {self.coverage:.2%} of them can be drafted",
+                f"steps     {self.steps:,} at {self.step_s:.2f} s",
+                f"measured  {self.measurements} x {self.prompts} prompts, about {self.measurement_s:.0f} s each",
+                f"time      {self.total_s / 60:.1f} minutes",
+                f"memory    {self.training_bytes / 1e9:.2f} GB beside the target",
+                f"disk      {self.disk_bytes / 1e9:.2f} GB",
+            )
+        )
+
+
+def training_bytes(model: DistillationModel, batch_tokens: int) -> int:
+    """Memory beside the target: float32 weights, gradients and two optimiser moments, and activations of one batch."""
+    config, steps = model.drafter.config, model.steps
+    parameters = sum(p.numel() for p in model.drafter.parameters() if p.requires_grad)
+    per_token = 4 * (  # float32 at its most
+        2 * config.draft_vocab_size * (1 if model.gradient_checkpointing else steps)  # type: ignore[operator]
+        + config.draft_vocab_size  # type: ignore[operator]
+        + steps * (12 * config.hidden_size + 3 * config.intermediate_size)
+        + config.num_aux_hidden_states * config.target_hidden_size  # type: ignore[operator]
+    )
+    return 16 * parameters + per_token * batch_tokens
+
+
+def checkpoint_bytes(drafter: Eagle31Drafter, kept: int) -> int:
+    """Disk for `kept` checkpoints: float32 weights and two moments each."""
+    return 12 * kept * sum(p.numel() for p in drafter.parameters())
+
+
+def time_step(model: DistillationModel, rows: Sequence[dict[str, Tensor]], *, bf16: bool) -> float:
+    """Seconds of forward and backward over one batch of these rows; the model is left as it was.
+
+    It is done twice: the first time pays for memory and kernels.
+    """
+    device = model.drafter.device
+    batch = {name: tensor.to(device) for name, tensor in collate(rows).items()}
+    seconds = 0.0
+    with torch.random.fork_rng():
+        for _ in range(2):
+            started = now(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                model(**batch).loss.backward()
+            seconds = now(device) - started
+            model.zero_grad(set_to_none=True)
+    return seconds
+
+
+def time_measurement(drafter: Eagle31Drafter, known: Sequence[KnownTexts]) -> float:
+    """Seconds that acceptance on known texts will take: of the first text of each temperature, times the others."""
+    seconds = 0.0
+    for texts in known:
+        started = now(drafter.device)
+        rounds_of(drafter, dataclasses.replace(texts, texts=texts.texts[:1]), DRAFT_TOKENS)
+        seconds += (now(drafter.device) - started) * len(texts.texts)
+    return seconds
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What was trained: the stage's name, optimiser steps done, last training loss and acceptance by category.
+
+    `curve` holds `step`, `tokens` seen, `acceptance_length` and its `standard_error` for each measurement.
+    """
+
+    name: str
+    steps: int
+    loss: float
+    acceptance: dict[str, Acceptance]
+    curve: tuple[dict[str, float], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready figures."""
+        acceptance = {
+            category: asdict(counts) | {"depth": len(counts.drafted_at), "acceptance_length": counts.acceptance_length}
+            for category, counts in self.acceptance.items()
+        }
+        figures = {"name": self.name, "steps": self.steps, "loss": self.loss, "acceptance": acceptance}
+        return {**figures, "curve": list(self.curve)}
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What a run made: the drafter's folder, the plan it began with and what was trained."""
+
+    folder: Path
+    plan: TrainingPlan
+    stages: tuple[StageResult, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready figures."""
+        stages = [stage.to_dict() for stage in self.stages]
+        return {"folder": str(self.folder), "plan": asdict(self.plan), "stages": stages}
+
+
+def read_report(folder: Path) -> TrainingReport | None:
+    """What the record in a drafter's folder says; `None` where no run of this version has ended there."""
+    try:
+        record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+        return TrainingReport(folder, TrainingPlan(**record["plan"]), tuple(map(_stage, record["stages"])))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _stage(stored: dict[str, Any]) -> StageResult:
+    names = {each.name for each in dataclasses.fields(Acceptance)}
+    acceptance = {
+        category: Acceptance(**{name: figures[name] for name in names})
+        for category, figures in stored["acceptance"].items()
+    }
+    return StageResult(stored["name"], stored["steps"], stored["loss"], acceptance, tuple(stored["curve"]))
+
+
+def learning_curve(folder: Path, tokens_per_step: float) -> tuple[dict[str, float], ...]:
+    """Measured acceptance by step and tokens seen, as a stage's last checkpoint has it."""
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None:
+        return ()
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    return tuple(
+        {
+            "step": entry["step"],
+            "tokens": round(entry["step"] * tokens_per_step),
+            "acceptance_length": entry["eval_acceptance_length"],
+            "standard_error": entry["eval_acceptance_error"],
+        }
+        for entry in state["log_history"]
+        if "eval_acceptance_length" in entry
+    )
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+def make_record(report: TrainingReport, settings: TrainingSettings, given: TrainingSettings) -> dict[str, Any]:
+    """Facts and figures.
+
+    Args:
+        settings: resolved.
+        given: those the run was given, before what was left open was filled.
+    """
+    hidden = {*_OF_THIS_MACHINE, *_IN_OTHER_FIELDS}
+    recipe = {name: str(value) for name, value in vars(settings).items() if name not in hidden and value is not None}
+    return {
+        "target": settings.target_id or published_name(settings.target),
+        "license": settings.license,
+        "data": [published_name(source) for source in settings.prompts],
+        "command": command_line(settings, given),
+        "recipe": recipe,
+        "conditions": (
+            f"{report.plan.prompts} held-out prompts, greedy, chain of {DRAFT_TOKENS} draft tokens along the target's "
+            f"own texts of at most {EVALUATION_TOKENS} tokens; prefill not counted."
+        ),
+        "versions": {"eagle31-hf": __version__, **{name: version(name) for name in PACKAGES}},
+        **{name: value for name, value in report.to_dict().items() if name != "folder"},
+    }
+
+
+def published_name(name: str) -> str:
+    """A Hub id, or of a local file or folder its last part."""
+    return Path(name).resolve().name if Path(name).expanduser().exists() else name
+
+
+def command_line(settings: TrainingSettings, given: TrainingSettings) -> str:
+    """The command that makes the drafter, with the names others know target and texts by."""
+    words = ["eagle31", "train", settings.target_id or published_name(settings.target)]
+    for field in dataclasses.fields(given):
+        value = getattr(given, field.name)
+        if field.name in ("target", "target_id", "out", *_OF_THIS_MACHINE) or value == field.default:
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+            continue
+        for item in value if isinstance(value, tuple) else (value,):
+            words += [flag, published_name(item) if isinstance(item, str) else str(item)]
+    return shlex.join([*words, "--out", "drafter"])
