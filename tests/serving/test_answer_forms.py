@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
-from eagle31_hf.serving.answers import AnswerParser
+from eagle31_hf.serving.answers import AnswerParser, ChatWriter
+from eagle31_hf.serving.bodies import parse_chat
 from eagle31_hf.serving.forms import call_grammar, form_of
 from eagle31_hf.serving.grammar import GrammarCompiler
-from eagle31_hf.serving.text import IncrementalDecoder
+from eagle31_hf.serving.text import Event, IncrementalDecoder, Request, Usage
 from helpers import demo_tokenizer
 
 TOOLS: list[dict[str, Any]] = [
@@ -75,6 +77,22 @@ def harmony(calls):
     )
 
 
+def kimi(calls):
+    inside = "".join(
+        f"<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
+        for n, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{inside}<|tool_calls_section_end|>"
+
+
+def deepseek(calls, one, between):
+    inside = between.join(
+        f"<｜tool▁call▁begin｜>{one.format(name, json.dumps(arguments))}<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inside}<｜tool▁calls▁end｜>"
+
+
 FORMS: dict[str, tuple[str, Any]] = {
     # what the chat template has, and how calls are written
     "Hermes JSON": ("<tool_call>", lambda calls: "\n".join(f"<tool_call>\n{as_json(c)}\n</tool_call>" for c in calls)),
@@ -87,6 +105,10 @@ FORMS: dict[str, tuple[str, Any]] = {
         f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)),
     "Mistral JSON": ("[TOOL_CALLS]", lambda calls: f"[TOOL_CALLS] [{', '.join(map(as_json, calls))}]"),
     "Llama 3 JSON": ("<|python_tag|>", lambda calls: "<|python_tag|>" + as_json(calls[0], "parameters")),
+    "Kimi K2": ("<|im_system|>tool_declare<|im_middle|>", kimi),
+    "DeepSeek R1": ("<｜tool▁call▁begin｜>x<｜tool▁sep｜>y\n```json", lambda calls: deepseek(
+        calls, "function<｜tool▁sep｜>{}\n```json\n{}\n```", "\n")),
+    "DeepSeek V3.1": ("<｜tool▁call▁begin｜>", lambda calls: deepseek(calls, "{}<｜tool▁sep｜>{}", "")),
     "JSON alone": ("", lambda calls: f"[{', '.join(map(as_json, calls))}]"),
     "gpt-oss (harmony)": ("<|channel|><|message|>", harmony),
 }  # fmt: skip
@@ -144,7 +166,19 @@ def test_calls_are_read_whole_and_in_pieces(name):
     check()
 
 
-@pytest.mark.parametrize("name", ["Hermes JSON", "Qwen XML", "Nemotron JSON", "Mistral", "gpt-oss (harmony)"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Hermes JSON",
+        "Qwen XML",
+        "Nemotron JSON",
+        "Mistral",
+        "gpt-oss (harmony)",
+        "Kimi K2",
+        "DeepSeek R1",
+        "DeepSeek V3.1",
+    ],
+)
 def test_marks_inside_strings_stay_there(name):
     values = {"text": 'say "<b>", <tool_call and [TOOL_CALLS', "inner": {"x": "</think>"}}
     calls = [("get_weather", values)]
@@ -232,16 +266,42 @@ def test_marks_within_marks_end():
     assert parsed(tokenizer_of("Hermes JSON"), text) == (text, "", [])
 
 
-def test_special_tokens_that_are_marks_are_shown():
-    tokenizer = copy.deepcopy(demo_tokenizer())
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "<|other|>"]})
-    tokenizer.chat_template = "[TOOL_CALLS]x[ARGS]"
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [
+        ("Hermes JSON", "call_[0-9a-f]{24} call_[0-9a-f]{24}"),
+        ("Mistral", "[0-9a-f]{9} [0-9a-f]{9}"),
+        ("Kimi K2", r"functions\.get_weather:1 functions\.f-2:2"),
+    ],
+)
+def test_calls_are_named_as_the_template_wants_them_back(name, ids):
+    called = {"id": "x", "type": "function", "function": {"name": "f-2", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Well?"},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "x", "content": "Sunny."},
+    ]
+    tokenizer, body = tokenizer_of(name), parse_chat({"model": "demo", "messages": messages, "tools": TOOLS})
+    writer = ChatWriter("demo", tokenizer, form_of(tokenizer), body, [Request((5,), 9)])
+    (piece, *_) = writer.pieces(
+        0, Event(FORMS[name][1]([("get_weather", {}), ("f-2", {})]), (5,), Usage(1), finish="stop")
+    )
+    calls = writer.whole([Usage(1)])["choices"][0]["message"]["tool_calls"]
+    assert re.fullmatch(ids, " ".join(call["id"] for call in calls))
+    assert piece["choices"][0]["delta"]["tool_calls"][0]["id"] == calls[0]["id"]
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Kimi K2", "DeepSeek V3.1"])
+def test_special_tokens_that_are_marks_are_shown(name):
+    tokenizer, text = tokenizer_of(name), FORMS[name][1]([("f-2", {})])
+    special = set(re.findall(r"<.*?>|\[[A-Z_]+\]", text))
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(special | {"<|other|>"})})
     marks = form_of(tokenizer).marks
-    assert set(tokenizer.convert_ids_to_tokens(sorted(marks))) == {"[TOOL_CALLS]", "[ARGS]"}
-    ids = tokenizer("a [TOOL_CALLS]f[ARGS]{}<|other|> b", add_special_tokens=False)["input_ids"]
+    assert set(tokenizer.convert_ids_to_tokens(sorted(marks))) == special
+    ids = tokenizer(f"a {text}<|other|> b", add_special_tokens=False)["input_ids"]
     decoder = IncrementalDecoder(tokenizer, marks=marks)
     shown = "".join(decoder.feed(token) for token in [*ids, tokenizer.eos_token_id])
-    assert "[TOOL_CALLS]" in shown
+    assert text in shown
     assert "<|other|>" not in shown
     assert tokenizer.eos_token not in shown
 

@@ -201,6 +201,17 @@ def test_answers_come_back_as_clients_write_them(texts_of, changes):
     assert texts_of(messages=[*MESSAGES, answer, {"role": "tool", "tool_call_id": "1", "content": "y"}])
 
 
+def test_a_template_that_joins_arguments_to_text_gets_text(served, monkeypatch):
+    calls = "{% for message in messages %}{% for call in message.tool_calls or [] %}{{ CALL }}{% endfor %}{% endfor %}"
+    answer = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
+    prompts = []
+    for call in ("'(' + call.function.arguments + ')'", "'(' + (call.function.arguments | tojson) + ')'"):
+        monkeypatch.setattr(served.engine.tokenizer, "chat_template", calls.replace("CALL", call))
+        (text,) = Translator(served.engine).of_chat(parse_chat({"model": MODEL, "messages": [*MESSAGES, answer]}))
+        prompts.append(served.engine.tokenizer.decode(text.prompt))
+    assert prompts == ['({"x": 1})'] * 2
+
+
 def test_nulls_of_tools_are_left_out(served, monkeypatch):
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", TEMPLATE)
     function = {"name": "f", "description": None, "parameters": None, "strict": None}

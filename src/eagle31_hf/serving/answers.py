@@ -338,7 +338,8 @@ class _ChatChoice:
     ):  # fmt: skip
         self._index, self._one_call, self._tells_logprobs = index, not body.parallel_tool_calls, body.logprobs
         self._parser = AnswerParser(tokenizer, form, text.prompt, body.offered)
-        self._short_ids = form.has_short_ids
+        self._call_id = form.call_id
+        self._calls_before = sum(len(message.tool_calls or ()) for message in body.messages)
         self._tokens = TokenTexts(tokenizer, text.prompt)
         self._content = self._reasoning = ""
         self._calls: list[Fields] = []
@@ -368,8 +369,8 @@ class _ChatChoice:
     def _add(self, part: AnswerPart) -> Fields:
         """Add a part; returns the streamed delta that stands for it."""
         if part.call is not None:
-            name = uuid.uuid4().hex
-            name = name[:9] if self._short_ids else f"call_{name[:24]}"
+            number = self._calls_before + len(self._calls)
+            name = self._call_id.format(random=uuid.uuid4().hex, name=part.call.name, number=number)
             call = {"id": name, "type": "function", "function": part.call._asdict()}
             self._calls.append(call)
             return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}

@@ -33,7 +33,8 @@ class AnswerForm:
         think: marks around a thought.
         around: marks around several calls, where each has others of its own.
         marks: special tokens that the parser has to see.
-        has_short_ids: calls are named by nine letters and digits, as Mistral's templates insist.
+        call_id: how calls are named, of `{random}` letters and digits, the function's `{name}`, and a `{number}` that
+            counts the calls of the chat. Templates show names to the model: Mistral's refuse any but nine characters.
     """
 
     name: str
@@ -42,7 +43,7 @@ class AnswerForm:
     think: tuple[str, str] = ("<think>", "</think>")
     around: tuple[str, str] | None = None
     marks: frozenset[int] = frozenset()
-    has_short_ids: bool = False
+    call_id: str = "call_{random:.24}"
 
     @cached_property
     def without_calls(self) -> Template:
@@ -59,11 +60,11 @@ def form_of(tokenizer: PreTrainedTokenizerBase) -> AnswerForm:
     else:
         text = str(tokenizer.chat_template or "")
         form = next((form for marks, form in _FORMS if all(mark in text for mark in marks)), _BARE)
-    patterns = json.dumps(form.template, ensure_ascii=False).replace("\\", "")
+    patterns = json.dumps([form.template, form.around], ensure_ascii=False).replace("\\", "")
     ends = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
     special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     marks = frozenset(i for i, text in special.items() if text in patterns and i not in ends)
-    return replace(form, marks=marks, has_short_ids=form.name.startswith("Mistral"))
+    return replace(form, marks=marks)
 
 
 def _call(**arguments: Any) -> Template:
@@ -78,14 +79,12 @@ def _json(**arguments: Any) -> Template:
 
 
 def _form(
-    name: str,
-    calls: Template | None,
-    think: tuple[str, str] = ("<think>", "</think>"),
-    around: tuple[str, str] | None = None,
+    name: str, calls: Template | None, think: tuple[str, str] = ("<think>", "</think>"), **more: Any
 ) -> AnswerForm:
     thought = {"open_pattern": rf"\A\s*{_escaped(think[0])}", "close": think[1]}
     fields: Template = {"reasoning_content": thought, "content": {"content": "text"}}
-    return AnswerForm(name, _template(fields | ({"tool_calls": calls} if calls else {})), think=think, around=around)
+    template = _template(fields | ({"tool_calls": calls} if calls else {}))
+    return AnswerForm(name, template, think=think, **more)
 
 
 def _template(fields: Template) -> Template:
@@ -96,6 +95,8 @@ def _escaped(mark: str) -> str:
     return "".join(f"\\{c}" if c in "[]|()" else c for c in mark)
 
 
+_MISTRAL: dict[str, Any] = {"think": ("[THINK]", "[/THINK]"), "call_id": "{random:.9}"}
+_DEEPSEEK: dict[str, Any] = {"around": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")}
 _HARMONY_START = r"(?:<\|start\|>assistant)?"
 _BARE = _form("JSON alone", None)
 _LFM = _form("LFM2 (Python)", _json(open="<|tool_call_start|>", close="<|tool_call_end|>", content="python-call-list"))
@@ -140,8 +141,20 @@ _FORMS: tuple[tuple[tuple[str, ...], AnswerForm], ...] = (
     (("[TOOL_CALLS]", "[ARGS]"), _form("Mistral", _call(
         open_pattern=r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
         close_pattern=r"(?=\[TOOL_CALLS\])", content="json",
-    ), ("[THINK]", "[/THINK]"))),
-    (("[TOOL_CALLS]",), _form("Mistral JSON", _json(open="[TOOL_CALLS]"), ("[THINK]", "[/THINK]"))),
+    ), **_MISTRAL)),
+    (("[TOOL_CALLS]",), _form("Mistral JSON", _json(open="[TOOL_CALLS]"), **_MISTRAL)),
+    (("tool_declare<|im_middle|>",), _form("Kimi K2", _call(
+        open_pattern=r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.-]+):\d+\s*<\|tool_call_argument_begin\|>",
+        close="<|tool_call_end|>", content="json",
+    ), around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), call_id="functions.{name}:{number}")),
+    (("<｜tool▁call▁begin｜>", "```json"), _form("DeepSeek R1", _call(
+        open_pattern=r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json\n",
+        close_pattern=r"\n```\s*<｜tool▁call▁end｜>", content="json",
+    ), **_DEEPSEEK)),
+    (("<｜tool▁call▁begin｜>",), _form("DeepSeek V3.1", _call(
+        open_pattern=r"<｜tool▁call▁begin｜>(?P<name>[\w.-]+)<｜tool▁sep｜>",
+        close="<｜tool▁call▁end｜>", content="json",
+    ), **_DEEPSEEK)),
     (("<|python_tag|>",), _form("Llama 3 JSON", _json(open="<|python_tag|>", close="<|eom_id|>"))),
     (("<tool_call>",), _form("Hermes JSON", _json(open="<tool_call>", close="</tool_call>"))),
 )  # fmt: skip

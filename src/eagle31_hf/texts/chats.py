@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -46,10 +47,24 @@ def encode_chat(
             "(--chat-template)"
         )
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, **template_options}
+    options["tools"] = list(tools) if tools else None
     try:
-        return tokenizer.apply_chat_template(list(messages), tools=list(tools) if tools else None, **options)  # type: ignore[return-value]
+        with suppress(TypeError):
+            return tokenizer.apply_chat_template(list(messages), **options)  # type: ignore[return-value]
+        return tokenizer.apply_chat_template([_with_written_arguments(each) for each in messages], **options)  # type: ignore[return-value]
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise ConfigurationError(f"this model's chat template refuses these messages: {error}") from error
+
+
+def _with_written_arguments(message: Message) -> Message:
+    """A message whose calls have their arguments as JSON: some templates (DeepSeek's) join them to text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def _without_template(
