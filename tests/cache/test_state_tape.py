@@ -17,7 +17,6 @@ from eagle31_hf.cache.state_tape import (
     LastNodes,
     LastNodesInGraph,
     Recorded,
-    Recurrence,
     SelectiveScan,
     moved_windows,
     rebuilt_states,
@@ -28,10 +27,6 @@ ROWS, TOKENS, LAYERS = 3, 13, 2
 HEADS, SHARING, WIDTH, OTHER = 4, 2, 8, 6  # of key heads, or of a group's B, half as many; states are (H, 8, 6)
 CPU = torch.device("cpu")
 KEPT = ([-1, 0, 12], [4, 4, 4], [12, 12, 12], [-1, -1, 7])
-
-
-def normed(query: Tensor, *others: Tensor, use_qk_l2norm_in_kernel: bool) -> tuple[Tensor, Tensor | None]:
-    raise AssertionError("closed forms call no kernel")
 
 
 def one_token(*_: object, **__: object) -> Tensor:
@@ -48,7 +43,7 @@ def gated_delta(seed: int, *, by_channel: bool, decay: float, alike: float) -> R
     decays = -decay * drawn(ROWS, TOKENS, HEADS, *[WIDTH] * by_channel, seed=seed + 1).abs()
     betas = drawn(ROWS, TOKENS, HEADS, seed=seed + 2).add(2).sigmoid()
     values = drawn(ROWS, TOKENS, HEADS, OTHER, seed=seed + 3)
-    recurrence = GatedDelta(normed, (("use_qk_l2norm_in_kernel", True),))
+    recurrence = GatedDelta(is_normed=True)
     if by_channel:
         keys = keys.repeat_interleave(HEADS // SHARING, 2)
     return Recorded(recurrence, (keys, keys, values, decays, betas))
@@ -110,26 +105,6 @@ def test_states_are_those_of_one_token_after_the_other(case: str, last: list[int
             assert end >= 0 or torch.equal(found[row], state[row]), "a row that stands still is left bit for bit"
 
 
-def test_a_kernel_that_is_told_more_moves_states_itself() -> None:
-    def kernel(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor,
-               output_final_state: bool, scale: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-        shapes = [each.shape for each in (query, key, value, g, beta, initial_state)]
-        heads = (LAYERS * ROWS, TOKENS, HEADS)
-        assert shapes[1:] == [
-            (LAYERS * ROWS, TOKENS, SHARING, WIDTH), (*heads, OTHER), heads, heads,
-            (LAYERS * ROWS, HEADS, WIDTH, OTHER),
-        ]  # fmt: skip
-        return value, initial_state * scale
-
-    inputs = gated_delta(0, by_channel=False, decay=0.1, alike=0.0).inputs
-    taped = [
-        (drawn(ROWS, HEADS, WIDTH, OTHER, seed=layer), Recorded(GatedDelta(kernel, (("scale", 2.0),)), inputs))
-        for layer in range(LAYERS)
-    ]
-    for state, found in rebuilt_states(taped, LastNodes([TOKENS - 1] * ROWS, CPU)):
-        assert torch.equal(found, 2 * state)
-
-
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("last", KEPT, ids=str)
 def test_a_scan_that_rounds_is_followed_bit_for_bit(last: list[int], in_graph: bool) -> None:
@@ -169,7 +144,7 @@ def test_windows_end_where_rows_do(last: Sequence[int]) -> None:
 
 
 def test_calls_that_are_unlike_are_answered_apart() -> None:
-    recurrences: list[Recurrence] = [SelectiveScan(one_token, dt_softplus=flag) for flag in (True, False, True)]
+    recurrences = [SelectiveScan(one_token, dt_softplus=flag) for flag in (True, False, True)]
     taped = [
         (drawn(ROWS, HEADS, WIDTH, OTHER, seed=n), Recorded(recurrence, selective_scan(n, dt_softplus=False).inputs))
         for n, recurrence in enumerate(recurrences)

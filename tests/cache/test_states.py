@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from eagle31_hf.cache.placement import BlockReading
 from eagle31_hf.cache.row_pool import RowPool, resume_row
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import Recorded
-from eagle31_hf.cache.states import CONVOLUTION, RECURRENT, MixerCall, StateLayer
+from eagle31_hf.cache.states import CONVOLUTION, RECURRENT, StateLayer
 from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
 from families import recurrent_config
 from helpers import first_row
@@ -47,7 +46,7 @@ def forward(cache: SpeculativeCache, tokens: Tensor) -> None:
     for group in placement.groups:
         rows = group.rows_on(tokens.device)
         read = tokens if rows is None else tokens[rows]
-        layer.begin(MixerCall("mixer", group, placement.is_chain))
+        layer.begin(group)
         columns = read[:, : group.count].reshape(len(read), 1, -1)
         cache.update_conv_state(columns, 0, conv_kernel_size=2)
         held = cache.get_recurrent_state(0)
@@ -60,9 +59,9 @@ def forward(cache: SpeculativeCache, tokens: Tensor) -> None:
     cache.update(keys, keys, 1)
 
 
-def read(cache: SpeculativeCache, tokens: list[list[float]], reading: BlockReading | None = None) -> None:
+def read(cache: SpeculativeCache, tokens: list[list[float]], **placing: Any) -> None:
     given = torch.tensor(tokens)
-    cache.place(given.shape[1], reading=reading or BlockReading())
+    cache.place(given.shape[1], **placing)
     forward(cache, given)
 
 
@@ -73,10 +72,10 @@ def states(cache: SpeculativeCache) -> tuple[list[float], list[list[float]]]:
 
 def test_each_row_keeps_the_state_of_its_last_kept_node() -> None:
     cache = cache_of(3)
-    read(cache, [[1.0, 2, 0], [3, 0, 0], [4, 5, 6]], BlockReading(counts=[2, 1, 3]))
+    read(cache, [[1.0, 2, 0], [3, 0, 0], [4, 5, 6]], counts=[2, 1, 3])
     cache.commit([2, 1, 3])
     assert states(cache) == ([3, 3, 15], [[1, 2], [0, 3], [5, 6]])
-    read(cache, [[10.0, 20, 40]] * 3, BlockReading.of_drafts())
+    read(cache, [[10.0, 20, 40]] * 3, is_draft=True)
     assert states(cache) == ([3, 3, 15], [[1, 2], [0, 3], [5, 6]]), "nothing is committed by a forward"
     cache.keep(None, [0, 1, 3])
     assert states(cache) == ([3, 13, 85], [[1, 2], [3, 10], [20, 40]])
@@ -87,7 +86,7 @@ def test_tokens_of_a_chain_are_kept_in_order() -> None:
     cache = cache_of(1)
     read(cache, [[1.0]])
     cache.commit(1)
-    read(cache, [[10.0, 20, 30]], BlockReading.of_drafts())
+    read(cache, [[10.0, 20, 30]], is_draft=True)
     with pytest.raises(UnsupportedGenerationError, match="first tokens, in order"):
         cache.keep([[0, 2]], [2])
     cache.keep([[0, 1]], [2])
@@ -101,8 +100,8 @@ def test_rows_that_begin_beside_others() -> None:
     cache.commit(2)
     cache.rollback([0, 2])
     with pytest.raises(UnsupportedGenerationError, match="before the first drafts"):
-        cache.place(2, reading=BlockReading.of_drafts())
-    read(cache, [[1.0], [1]], BlockReading.of_drafts())
+        cache.place(2, is_draft=True)
+    read(cache, [[1.0], [1]], is_draft=True)
     cache.keep(None, [1, 1])
     assert states(cache) == ([1, 16], [[0, 1], [8, 1]])
 
@@ -112,12 +111,12 @@ def test_a_forward_that_fails_leaves_nothing() -> None:
     read(cache, [[1.0, 2]])
     cache.commit(2)
     before = states(cache)
-    read(cache, [[3.0, 4]], BlockReading.of_drafts())
+    read(cache, [[3.0, 4]], is_draft=True)
     cache.rollback([2])
     assert states(cache) == before
-    cache.place(1, reading=BlockReading.of_drafts())
+    cache.place(1, is_draft=True)
     layer = cache.with_states[0]
-    layer.begin(MixerCall("mixer", cache.placement.groups[0]))
+    layer.begin(cache.placement.groups[0])
     layer.handed_out(REC).fill_(99)  # and then it fails
     cache.rollback(cache.lengths)
     assert states(cache) == before
@@ -152,7 +151,7 @@ def test_a_commit_that_fails_half_way_is_no_prefix(monkeypatch: pytest.MonkeyPat
 def test_a_part_of_a_block_read_as_a_whole_is_not_kept() -> None:
     cache = cache_of(2)
     read(cache, [[1.0, 2], [3, 4]])
-    with pytest.raises(UnsupportedGenerationError, match="of_drafts"):
+    with pytest.raises(UnsupportedGenerationError, match="is_draft"):
         cache.commit([1, 2])
 
 
@@ -167,16 +166,17 @@ def test_a_state_of_two_mixers_and_one_of_none_are_errors() -> None:
     cache = cache_of(1)
     read(cache, [[1.0, 2]])
     cache.commit(2)
-    cache.place(1, reading=BlockReading.of_drafts())
+    cache.place(1, is_draft=True)
     [layer], [group] = cache.with_states, cache.placement.groups
     with pytest.raises(IncompatibleTargetError, match=r"layer 0 .* wrote its state \(conv_states 0\) 0 times"):
         cache.commit(1)
-    layer.begin(MixerCall("mixer", group))
-    layer.handed_out(REC)
-    layer.end()
-    layer.begin(MixerCall("another", group))
-    with pytest.raises(IncompatibleTargetError, match=r"layer 0 .* mixer and another write the same state"):
+    for _ in range(2):
+        layer.begin(group)
+        layer.handed_out(CONV)
         layer.handed_out(REC)
+        layer.end()
+    with pytest.raises(IncompatibleTargetError, match=r"layer 0 .* wrote its state \(conv_states 0\) 2 times"):
+        cache.commit(1)
     cache.place(1)
     with pytest.raises(IncompatibleTargetError, match=r"layer 0 .* replaced after the drafter was attached"):
         cache.get_recurrent_state(0)

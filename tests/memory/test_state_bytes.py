@@ -54,7 +54,7 @@ def watched_caches() -> Iterator[dict[str, int]]:
     own = SpeculativeCache._settle_states
 
     def settle(cache: SpeculativeCache, *args: Any) -> None:
-        moment = VERIFY if cache.placement.reading.is_draft else PREFILL
+        moment = VERIFY if cache.placement.is_draft else PREFILL
         now = sum(layer.state_bytes for layer in cache.with_states)
         held[moment] = max(held.get(moment, 0), now)
         own(cache, *args)
@@ -237,7 +237,7 @@ def test_the_peak_of_a_prompt_matches_a_trace(name: str) -> None:
     config = type(known)(**{key: value for key, value in fields.items() if value is not None})
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        mixers = Mixers.hold(model)
+        mixers = Mixers(model)
         with torch.no_grad(), StorageCounter() as counter, attending_grouped(model.config):
             cache = SpeculativeCache.from_config(config, batch_size=1, capacity=2 * chunk, block=chunk)
             for _ in range(2):

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.cache.placement import BlockReading
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import LastNodes, make_moves, rebuilt_states
 from eagle31_hf.errors import IncompatibleTargetError
+from eagle31_hf.targets import kernel_tape
 from eagle31_hf.targets.mixers import find_mixers
 from families import recurrent_target
 from helpers import random_drafter
@@ -38,7 +38,7 @@ def read_prompts(drafter: Eagle31Drafter, lengths: list[int]) -> SpeculativeCach
         binding.text_config, batch_size=len(lengths), capacity=64, block=32, masks_by_type=binding.masks_by_type
     )
     ids = torch.arange(3, 3 + max(lengths)).expand(len(lengths), -1)
-    cache.place(max(lengths), reading=BlockReading(counts=lengths))
+    cache.place(max(lengths), counts=lengths)
     binding.forward(ids, cache.position_ids(), cache.attention_mask(dtype=binding.compute_dtype), cache)
     cache.commit(lengths)
     return cache
@@ -47,7 +47,7 @@ def read_prompts(drafter: Eagle31Drafter, lengths: list[int]) -> SpeculativeCach
 @torch.no_grad()
 def verify(drafter: Eagle31Drafter, cache: SpeculativeCache, count: int, after: int = 0) -> Tensor:
     binding, tokens = drafter.binding, torch.arange(40 + after, 40 + after + count).expand(cache.batch_size, -1)
-    cache.place(count, reading=BlockReading.of_drafts())
+    cache.place(count, is_draft=True)
     mask = cache.attention_mask(dtype=binding.compute_dtype)
     return binding.forward(tokens, cache.position_ids(), mask, cache).logits
 
@@ -171,6 +171,16 @@ def test_a_kernel_that_goes_past_the_tape_is_plain_decoding(family: str) -> None
     assert "code that cannot be recorded" in drafter.stats.reason
     assert torch.equal(target.generate(ids, assistant_model=drafter, **options), plain)
     assert drafter.stats.loop == "own"
+
+
+def test_a_kernel_that_is_told_more_is_not_recorded() -> None:
+    def single(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, scale: float | None = None) -> None:
+        raise AssertionError("the mixer's own kernel answers")
+
+    given, records = {"g": torch.ones(1), "beta": torch.ones(1), "initial_state": torch.ones(1)}, list[Any]()
+    tokens = (torch.ones(1),) * 3
+    assert kernel_tape._gated_delta(single, records, tokens, {**given, "scale": 2.0}) is NotImplemented
+    assert not records
 
 
 def test_the_modeling_file_is_left_as_it_was() -> None:

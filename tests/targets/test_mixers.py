@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.cache.placement import BlockReading
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.errors import IncompatibleTargetError
 from eagle31_hf.targets.binding import TargetBinding
@@ -120,7 +119,7 @@ def read_prompt(binding: TargetBinding) -> SpeculativeCache:
 def verify(binding: TargetBinding, cache: SpeculativeCache, count: int) -> Tensor:
     tokens = torch.arange(3, 3 + count)[None]
     with torch.no_grad():
-        cache.place(count, reading=BlockReading.of_drafts())
+        cache.place(count, is_draft=True)
         mask = cache.attention_mask(dtype=binding.compute_dtype)
         return binding.forward(tokens, cache.position_ids(), mask, cache).logits
 

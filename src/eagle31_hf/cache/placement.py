@@ -18,27 +18,6 @@ from .slot_moves import DeviceCopies
 
 
 @dataclass(frozen=True)
-class BlockReading:
-    """The default reads a chunk of a prompt: all of it, of all rows, to be kept as a whole.
-
-    Attributes:
-        counts: tokens of each row, what follows in it are pads; `None`: there are none.
-        is_draft: any number of the tokens may be kept. Several are read as a chain, which is recorded.
-    """
-
-    counts: Sequence[int] | None = None
-    is_draft: bool = False
-
-    @classmethod
-    def of_drafts(cls) -> BlockReading:
-        """A chain, of which each row keeps some tokens."""
-        return cls(is_draft=True)
-
-
-WHOLE = BlockReading()
-
-
-@dataclass(frozen=True)
 class RowGroup:
     """Rows that a mixer reads in one call: they have as many tokens each, and all of them have a state or none has.
 
@@ -122,13 +101,16 @@ class Placement:
         self.after = 0  # block nodes already written by earlier forwards of this round
         self.start: int | None = 0  # first slot written when rows have equal length; None: see `slots`
         self.visible_slots = 0  # slots `[0, visible_slots)` take part in attention
-        self.forget_slots()
-        self.reading: BlockReading = WHOLE  # of layers with states, as are these:
+        self._slots: DeviceCopies | None = None
+        self.counts: Sequence[int] | None = None  # tokens of each row that layers with states read, as are these:
+        self.is_draft = False
         self.groups: list[RowGroup] = []
 
-    def forget_slots(self) -> None:
-        """Others are placed."""
-        self._slots: DeviceCopies | None = None
+    def place(self, num_tokens: int, after: int) -> None:
+        """So many tokens of each row, behind nodes of earlier forwards."""
+        self.num_tokens, self.after, self._slots = num_tokens, after, None
+        self.visible_slots = self.longest + self.block_end
+        self.start = self.longest + after if self.rows_alike else None
 
     @property
     def slots(self) -> DeviceCopies:
@@ -138,14 +120,10 @@ class Placement:
             self._slots = DeviceCopies(rows, self.chain_slots)
         return self._slots
 
-    def read_states(self, reading: BlockReading) -> None:
-        """Say how layers with states read the placed block.
-
-        Raises:
-            UnsupportedGenerationError: a chain of drafts begins a row.
-        """
-        self.reading = reading
-        self.groups = row_groups(self.lengths, self.num_tokens, reading.counts, self.device)
+    def read_states(self, counts: Sequence[int] | None, *, is_draft: bool) -> None:
+        """Say how layers with states read the placed block; see `SpeculativeCache.place`."""
+        self.counts, self.is_draft = counts, is_draft
+        self.groups = row_groups(self.lengths, self.num_tokens, counts, self.device)
         if self.is_chain and any(group.begins for group in self.groups):
             raise UnsupportedGenerationError(
                 f"got {self.num_tokens} drafts for rows of {self.lengths} tokens; layers with states read a part of "
@@ -155,7 +133,7 @@ class Placement:
     @property
     def is_chain(self) -> bool:
         """Whether layers with states record what they read, since any number of it may be kept."""
-        return self.reading.is_draft and self.num_tokens > 1
+        return self.is_draft and self.num_tokens > 1
 
     @property
     def num_state_writes(self) -> int:
@@ -169,17 +147,17 @@ class Placement:
             UnsupportedGenerationError: a row keeps a part of a block that was read as a whole, or of a chain tokens
                 that do not follow each other.
         """
-        if self.reading.is_draft:
+        if self.is_draft:
             if any(list(row) != list(range(len(row))) for row in kept):
                 raise UnsupportedGenerationError(
                     f"got {kept} to keep of a chain; layers with states keep its first tokens, in order"
                 )
             return [len(row) - 1 for row in kept]
-        tokens = self.reading.counts or [self.num_tokens] * len(kept)
+        tokens = self.counts or [self.num_tokens] * len(kept)
         if any(len(row) not in (0, count) for row, count in zip(kept, tokens, strict=True)):
             raise UnsupportedGenerationError(
                 f"got {[len(row) for row in kept]} tokens to keep of a block that layers with states have read to its "
-                f"end ({list(tokens)}); wanted all of a row or nothing: place drafts with BlockReading.of_drafts()"
+                f"end ({list(tokens)}); wanted all of a row or nothing: place drafts with is_draft=True"
             )
         return [0 if len(row) else -1 for row in kept]
 

@@ -29,7 +29,7 @@ from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationE
 from .kept_buffers import KeptBuffers
 from .layers import SlotLayer, WindowLayer
 from .masks import BlockMasks
-from .placement import WHOLE, BlockReading, Placement
+from .placement import Placement
 from .quantized import Workspace, make_layers, refuse_unquantizable
 from .slot_moves import full_moves, ring_moves
 from .spans import LayerSpans, kinds_from_config
@@ -172,41 +172,39 @@ class SpeculativeCache(Cache):
 
     # One round -----------------------------------------------------------------------------------------------------
 
-    def place(self, num_tokens: int, *, after: int = 0, reading: BlockReading = WHOLE) -> None:
+    def place(
+        self, num_tokens: int, *, after: int = 0, counts: Sequence[int] | None = None, is_draft: bool = False
+    ) -> None:
         """Say where the next forward writes: token `i` of row `b` goes to slot `lengths[b] + after + i`.
 
         Args:
             num_tokens: tokens per row, `T`.
             after: nodes already written by earlier forwards since the last commit (a drafter grows its tree level by
                 level); they keep their numbers `0..after-1`, the new ones continue.
-            reading: how layers with states read them; others do not ask.
+            counts: tokens of each row that layers with states read, what follows in it are pads; default: all.
+            is_draft: any number of the tokens may be kept: layers with states record what they read.
 
         Raises:
             MemoryPlanError: a row would outgrow `capacity`, or the block `block`.
-            UnsupportedGenerationError: a block with states continues another one that was not committed.
+            UnsupportedGenerationError: of layers with states: the block continues one that was not committed, or a
+                chain of drafts begins a row.
         """
-        placement, end = self._placement, after + num_tokens
-        placement.require_room(num_tokens, after, self.capacity)
-        self._reserve(placement.longest + end)
-        placement.num_tokens, placement.after = num_tokens, after
-        placement.visible_slots = placement.longest + end
-        placement.start = placement.longest + after if placement.rows_alike else None
-        placement.forget_slots()
-        if self.has_states:
-            self._place_states(reading, after)
-
-    def _place_states(self, reading: BlockReading, after: int) -> None:
+        self._placement.require_room(num_tokens, after, self.capacity)
+        self._reserve(self.longest + after + num_tokens)
+        self._placement.place(num_tokens, after)
+        if not self.has_states:
+            return
         if after:
             raise UnsupportedGenerationError(
                 f"got tokens to place after {after} that were not committed; layers with states read a block at once"
             )
-        self._placement.read_states(reading)
+        self._placement.read_states(counts, is_draft=is_draft)
         for layer in self.with_states:
             layer.forget_block()
 
     @property
     def placement(self) -> Placement:
-        """What rows hold and what is placed, for those who let layers with states read it."""
+        """What rows hold and what is placed."""
         return self._placement
 
     def _reserve(self, num_slots: int) -> None:

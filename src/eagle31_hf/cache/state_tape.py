@@ -12,8 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +54,7 @@ class LastNodes:
         return self._copies.on(device)[0]
 
     def reach(self, num_tokens: int) -> int:
-        """How many tokens of a chain somebody keeps, at most."""
+        """How many tokens of a chain are kept in any row."""
         return min(max(self.nodes) + 1, num_tokens)
 
     def kept(self, count: int, device: torch.device) -> Tensor | None:
@@ -85,29 +84,10 @@ class LastNodesInGraph(LastNodes):
         return torch.arange(count, device=device) <= self._nodes[:, None]
 
 
-class Recurrence(Protocol):
-    """One kernel with its settings; equal ones are run together, hence hashable."""
-
-    reads: ClassVar[tuple[int, ...]]
-    """Which of the recorded inputs states are moved on by; others make outputs, which are known already."""
-
-    def final_states(self, inputs: Inputs, states: Tensor, kept: Tensor | None) -> Tensor:
-        """States `(L, B, H, *, *)` of `L` layers after the tokens that are `kept` `(B, T)`, or all.
-
-        Args:
-            inputs: those it `reads`, of all layers. Where they have tokens, heads come first: `(L, B, H, T, *)`.
-            states: before; they may be written over.
-            kept: 1 or 0.
-        """
-        ...
-
-    def __hash__(self) -> int: ...
-
-
 class Recorded(NamedTuple):
     """What a kernel was called with over a chain of `T` tokens; inputs with tokens are `(B, T, H, *)`."""
 
-    recurrence: Recurrence
+    recurrence: GatedDelta | SelectiveScan
     inputs: tuple[Tensor, ...]
 
     @property
@@ -120,39 +100,27 @@ class Recorded(NamedTuple):
 class GatedDelta:
     """Gated delta net and Kimi delta attention: `S <- S exp(g)`, then `S <- S + beta k (v - k S)`.
 
-    Where the kernel is told more than that keys are to be normed, it moves states on itself.
-
     Attributes:
-        kernel: the model's own for one token after the other.
-        options: what it is told beside tensors.
+        is_normed: keys are normed first.
     """
 
-    kernel: Callable[..., tuple[Tensor, Tensor | None]]
-    options: tuple[tuple[str, Any], ...]
+    is_normed: bool
     reads: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
+    """Which of the recorded inputs states are moved on by; others make outputs, which are known already."""
 
     def final_states(self, inputs: Inputs, states: Tensor, kept: Tensor | None) -> Tensor:
+        """States `(L, B, H, *, *)` of `L` layers after the tokens that are `kept` `(B, T)`, or all.
+
+        Args:
+            inputs: those it `reads`, of all layers. Where they have tokens, heads come first: `(L, B, H, T, *)`.
+            states: before; they may be written over.
+            kept: 1 or 0.
+        """
         key, value, decay, beta = inputs
         if kept is not None:
             kept = kept[:, None]  # (B, 1, T)
             decay, beta = decay * (kept if decay.dim() == 4 else kept[..., None]), beta * kept
-        told = {name: setting for name, setting in self.options if setting is not None}
-        is_normed = bool(told.pop("use_qk_l2norm_in_kernel", False))
-        if not told:
-            return _gated_delta((key, value, decay, beta), states.float(), is_normed=is_normed)
-        key, value, decay, beta = (each.flatten(0, 1).transpose(1, 2) for each in (key, value, decay, beta))
-        _, final = self.kernel(  # outputs, which nobody wants, need no queries of their own
-            key, key, value, g=decay, beta=beta, initial_state=states.flatten(0, 1), output_final_state=True,
-            **dict(self.options),
-        )  # fmt: skip
-        assert final is not None, "output_final_state=True"
-        return final.view(states.shape)
-
-
-@lru_cache
-def parameters_of(kernel: Callable[..., Any]) -> frozenset[str]:
-    """Names of what it takes; mixers hand it much that it does not know. Asked in every round."""
-    return frozenset(inspect.signature(kernel).parameters)
+        return _gated_delta((key, value, decay, beta), states.float(), is_normed=self.is_normed)
 
 
 def _gated_delta(inputs: Inputs, states: Tensor, *, is_normed: bool) -> Tensor:
@@ -211,6 +179,7 @@ class SelectiveScan:
     reads: ClassVar[tuple[int, ...]] = (0, 1, 2, 4, 6)
 
     def final_states(self, inputs: Inputs, states: Tensor, kept: Tensor | None) -> Tensor:
+        """As `GatedDelta.final_states`."""
         x, dt, b, a, dt_bias = inputs  # (L, B, H, T, P), (L, B, H, T), (L, B, G, T, N), (L, H), (L, H)
         dt, a = dt + dt_bias.to(dt.dtype)[:, None, :, None], a.float()[:, None, :, None]
         dt = F.softplus(dt) if self.dt_softplus else dt

@@ -9,8 +9,8 @@ A mixer is never handed a committed state: kernels for one token write in place.
 follows. `settle_states` makes the states after each row's last kept token the committed ones, so a rejected token
 leaves no trace, and neither does a forward that fails half-way.
 
-Whoever calls a mixer says so first (`begin`), and which states the mixer then asks for are its own. A state that nobody
-wrote in a block, or two modules did, is an error: the text would silently be another one.
+A mixer's call begins with `begin` and ends with `end`; the states that it asks for in between are its own. A state that
+is written in a block by no mixer, or by two, is an error: the text would silently be another one.
 """
 
 from __future__ import annotations
@@ -32,20 +32,6 @@ from .state_tape import LastNodes, Moves, Recorded, make_moves, moved_windows, r
 CONVOLUTION, RECURRENT = "conv_states", "recurrent_states"
 StateKey = tuple[str, int]
 """Kind and number of a state: a layer may have several of a kind."""
-
-
-class MixerCall(NamedTuple):
-    """A mixer about to read tokens.
-
-    Attributes:
-        mixer: its name in the model.
-        rows: which rows it reads.
-        is_chain: whether it reads drafts, of which some may be kept.
-    """
-
-    mixer: str
-    rows: RowGroup
-    is_chain: bool = False
 
 
 class BlockTrace(NamedTuple):
@@ -86,12 +72,11 @@ class StateLayer(LinearAttentionLayer):
         self.placement, self.index = placement, index
         self.conv_states = _HandedOut(self, CONVOLUTION)
         self.recurrent_states = _HandedOut(self, RECURRENT)
-        self.make_state: Callable[[StateKey, Tensor], Tensor] = _new_state
+        self.make_state: Callable[[StateKey, Tensor], Tensor] = lambda _, like: like.new_zeros(like.shape)
         self._committed: dict[StateKey, Tensor] = {}
         self._after: dict[StateKey, Tensor] = {}
-        self._writers: dict[StateKey, str] = {}
         self._written: Counter[StateKey] = Counter()
-        self._call: MixerCall | None = None
+        self._reads: RowGroup | None = None  # by the mixer that runs
         self._open: dict[StateKey, Tensor] = {}
         self._windows: dict[StateKey, Tensor] = {}  # (B, C, K + T): convolutions' windows and the chain behind them
         self._recorded: Recorded | None = None  # of the layer's one recurrence
@@ -101,25 +86,25 @@ class StateLayer(LinearAttentionLayer):
     def forget_block(self) -> None:
         """A new block is placed: what the last one left was committed, or is not wanted."""
         self._written.clear()
-        self._call, self._recorded = None, None
+        self._reads, self._recorded = None, None
         self._open, self._windows = {}, {}
 
-    def begin(self, call: MixerCall) -> None:
-        """States handed out from now on are this call's."""
-        self._call, self._open = call, {}
-        self.has_previous_state = dict.fromkeys(range(self.number_of_states), not call.rows.begins)
+    def begin(self, rows: RowGroup) -> None:
+        """A mixer is about to read its tokens of these rows."""
+        self._reads, self._open = rows, {}
+        self.has_previous_state = dict.fromkeys(range(self.number_of_states), not rows.begins)
 
     def end(self, recorded: Recorded | None = None) -> None:
-        """The call's states are what follows its tokens; of a chain, what is `recorded` of it."""
-        assert self._call is not None, "begin() comes before end()"
-        call, opened = self._call, self._open
-        self._call, self._open = None, {}
-        if call.is_chain:
+        """The mixer has left the states behind its tokens or, of a chain, what is `recorded` of it."""
+        assert self._reads is not None, "begin() comes before end()"
+        group, opened = self._reads, self._open
+        self._reads, self._open = None, {}
+        if self.placement.is_chain:
             self._recorded = recorded or self._recorded
             self._written.update(dict.fromkeys(set(self._taped) - set(self._written), 1))
             return
         for key, state in opened.items():
-            rows = call.rows.rows_on(state.device)
+            rows = group.rows_on(state.device)
             if rows is not None:
                 self._after[key].index_copy_(0, rows, state)
             self._written[key] += 1
@@ -127,26 +112,20 @@ class StateLayer(LinearAttentionLayer):
     def handed_out(self, key: StateKey) -> Tensor | None:
         """The state a mixer reads and writes: a copy of what its call continues."""
         if key not in self._open:
-            if self._call is None:
+            if self._reads is None:
                 raise IncompatibleTargetError(
                     f"layer {self.index} of the target reads its {key[0]} from a module that was replaced after the "
                     "drafter was attached; attach the drafter again"
                 )
             if key not in self._committed:
                 return None
-            self._open[key] = self._fill(key, self._call)
+            self._open[key] = self._fill(key, self._reads)
         return self._open[key]
 
-    def _fill(self, key: StateKey, call: MixerCall) -> Tensor:
-        owner = self._writers.setdefault(key, call.mixer)
-        if owner != call.mixer:
-            raise IncompatibleTargetError(
-                f"layer {self.index} of the target: {owner} and {call.mixer} write the same state ({key[0]} {key[1]}), "
-                "so that it cannot be told what a draft leaves in it; generate without a drafter"
-            )
+    def _fill(self, key: StateKey, group: RowGroup) -> Tensor:
         after = self._room(key)
-        rows = call.rows.rows_on(after.device)
-        if call.rows.begins:
+        rows = group.rows_on(after.device)
+        if group.begins:
             return (after if rows is None else after[rows]).zero_()
         return after.copy_(self._live(key)) if rows is None else self._live(key).index_select(0, rows)
 
@@ -190,8 +169,8 @@ class StateLayer(LinearAttentionLayer):
             if self._written[key] != wanted:
                 raise IncompatibleTargetError(
                     f"layer {self.index} of the target wrote its state ({key[0]} {key[1]}) {self._written[key]} times "
-                    f"in a block that wants {wanted}: a module was replaced after the drafter was attached; attach it "
-                    "again, or generate without a drafter"
+                    f"in a block that wants {wanted}: a module was replaced after the drafter was attached, or two "
+                    "modules write it; attach the drafter again, or generate without one"
                 )
 
     def trace(self) -> BlockTrace:
@@ -225,11 +204,15 @@ class StateLayer(LinearAttentionLayer):
         """The committed state of a recurrence that was recorded, with what goes on from it."""
         return [] if self._recorded is None else [(self._live((RECURRENT, 0)), self._recorded)]
 
+    @property
+    def _reads_chain(self) -> bool:
+        return self._reads is not None and self.placement.is_chain
+
     # Called by transformers' own code --------------------------------------------------------------------------------
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """The window before, and what is new, `(B, C, K + T)`."""
-        if self._call is None or not self._call.is_chain:
+        if not self._reads_chain:
             return super().update_conv_state(conv_states, state_idx, **kwargs)
         key = (CONVOLUTION, state_idx)
         self._windows[key] = columns = torch.cat((self._live(key), conv_states), dim=-1)
@@ -237,7 +220,7 @@ class StateLayer(LinearAttentionLayer):
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """The state as it was written; a chain's end is not kept."""
-        if self._call is not None and self._call.is_chain:
+        if self._reads_chain:
             return recurrent_states
         return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
@@ -318,11 +301,6 @@ class StateLayer(LinearAttentionLayer):
         """Let two rows change places."""
         for state in self._committed.values():
             state[[one, other]] = state[[other, one]]
-
-
-def _new_state(key: StateKey, like: Tensor) -> Tensor:
-    """Zeros like it."""
-    return like.new_zeros(like.shape)
 
 
 def state_moves(layers: Sequence[StateLayer], last: LastNodes) -> Moves:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from ..cache.layers import SlotLayer, WindowLayer
-from ..cache.placement import BlockReading, Placement
+from ..cache.placement import Placement
 from ..cache.speculative import SpeculativeCache
 from ..cache.state_tape import Recorded
 from ..cache.states import CONVOLUTION, BlockTrace, StateLayer
@@ -171,7 +171,7 @@ class FixedShapeCache(Cache):
         placement = self.placement
         placement.set_lengths([1] * placement.batch_size)  # of states, all that counts is that they have begun
         placement.num_tokens = num_tokens
-        placement.read_states(BlockReading.of_drafts())
+        placement.read_states(None, is_draft=True)
         for layer in self.with_states:
             layer.release_block()
             layer.has_previous_state = dict.fromkeys(range(layer.number_of_states), True)

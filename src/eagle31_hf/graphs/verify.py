@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..cache.graph_sizes import node_bucket
-from ..cache.placement import BlockReading
 from ..cache.speculative import SpeculativeCache
 from ..cache.state_tape import LastNodes, LastNodesInGraph, make_moves
 from ..cache.states import BlockTrace, StateLayer, settle_states, state_moves
@@ -74,7 +73,7 @@ class CompiledVerification:
         self.settling.traces = None
         rows, size = tree.tokens.shape
         masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
-        self.cache.place(size, reading=BlockReading.of_drafts())
+        self.cache.place(size, is_draft=True)
         unmasked = size == 1 and self.cache.has_windows  # padding would want a mask of each kind of layer
         # Masks that some layers with states do not take.
         is_eager = self.cache.has_states and self.cache.has_windows

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.placement import BlockReading
 from ..cache.speculative import SpeculativeCache
 from ..drafter.session import DraftSession, absorbed
 from ..targets.binding import TargetBinding, TargetOutput
@@ -191,8 +190,7 @@ class ChunkedPrefill:
 
     def _forward(self, columns: Tensor, keep: list[int], counts: Sequence[int]) -> TargetOutput:
         """One chunk `(B, C)`: logits of the columns to keep, hidden states `(B, C, A*Ht)` if there is a drafter."""
-        reading = BlockReading.of_drafts() if self.as_drafts else BlockReading(counts)
-        self.cache.place(columns.shape[1], reading=reading)
+        self.cache.place(columns.shape[1], counts=None if self.as_drafts else counts, is_draft=self.as_drafts)
         with self.binding.capturing() if self.session is not None else nullcontext():
             return self.binding.forward(
                 columns,

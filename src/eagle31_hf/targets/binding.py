@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..cache.placement import BlockReading
 from ..cache.speculative import SpeculativeCache
 from ..config import MOST_ADDED_TOKENS, Eagle31Config
 from ..drafting.draft_tree import DraftTree
@@ -106,7 +105,7 @@ class TargetBinding:
         self._takes_grouped = getattr(type(_decoder_of(self.model)), "_can_set_attn_implementation", bool)()
         self.cache_argument = cache_argument(self.model)
         self.has_states = require_mixers(self.model)
-        self.mixers = Mixers.hold(self.model) if self.has_states else None
+        self.mixers = Mixers(self.model) if self.has_states else None
         self.taps = HiddenStateTaps(self.model, self.decoder, self.layers, self.aux_layers)
         # Run once: by `close`, or for a drafter that is dropped without `detach`.
         self._undo = [weakref.finalize(self, self.taps.close)]
@@ -296,7 +295,7 @@ class Verification:
     def __call__(self, tree: DraftTree) -> TargetOutput:
         """Logits `(B, N, V)` and, while the binding captures them, hidden states `(B, N, A*Ht)` of every node."""
         assert tree.is_chain or not self.cache.has_states, "layers with states read chains"
-        self.cache.place(tree.size, reading=BlockReading.of_drafts())
+        self.cache.place(tree.size, is_draft=True)
         positions = self.cache.position_ids(tree.positions)
         return self.binding.forward(tree.tokens, positions, self.mask(tree), self.cache)
 

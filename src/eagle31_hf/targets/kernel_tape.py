@@ -9,20 +9,26 @@ to where it would have gone.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..cache.state_tape import GatedDelta, Kernels, Recorded, SelectiveScan, kernels_of, parameters_of
+from ..cache.state_tape import GatedDelta, Kernels, Recorded, SelectiveScan, kernels_of
 from .shared_changes import CHANGES
 
 _running = threading.local()
-_SETTINGS = (bool, int, float, str, type(None))
+
+
+@functools.lru_cache
+def parameters_of(kernel: Callable[..., Any]) -> frozenset[str]:
+    """Names of what it takes. Asked in every round."""
+    return frozenset(inspect.signature(kernel).parameters)
 
 
 @contextmanager
@@ -41,11 +47,13 @@ def _gated_delta(single: Callable[..., Any], records: list[Recorded], args: tupl
     given.pop("chunk_size", None)
     state, final = given.pop("initial_state", None), given.pop("output_final_state", True)
     decay, beta = given.pop("g", None), given.pop("beta", None)
+    # Mixers hand on much that the kernel ignores.
+    options = {name for name, value in given.items() if value is not None and name in parameters_of(single)}
     is_known = len(args) == 3 and not any(each is None for each in (state, decay, beta))
-    options = {name: value for name, value in given.items() if name in parameters_of(single)}  # the rest is ignored
-    if not is_known or not all(isinstance(value, _SETTINGS) for value in options.values()):
+    if not is_known or not options <= {"use_qk_l2norm_in_kernel"}:
         return NotImplemented
-    records.append(Recorded(GatedDelta(single, tuple(sorted(options.items()))), (*args, decay, beta)))
+    is_normed = bool(given.get("use_qk_l2norm_in_kernel"))
+    records.append(Recorded(GatedDelta(is_normed=is_normed), (*args, decay, beta)))
     return single(*args, g=decay, beta=beta, initial_state=state, output_final_state=final, **given)
 
 
@@ -81,51 +89,33 @@ def _rounds(kernel: Callable[..., Any], dtype: torch.dtype, device: torch.device
 _ANSWERS: dict[type, Callable[..., Any]] = {GatedDelta: _gated_delta, SelectiveScan: _selective_scan}
 
 
-class KernelTape:
-    """The kernels of one mixer's modeling file, intercepted while anybody holds them.
+def hold_kernels(mixer: nn.Module) -> AbstractContextManager[None]:
+    """While open, the kernels that a mixer calls are intercepted in its modeling file, if they can be recorded."""
+    kernels = kernels_of(mixer)
+    if kernels is None:
+        return nullcontext()
+    file: Any = sys.modules[type(mixer).__module__]
+    return CHANGES.held(("kernels", file.__name__, kernels.many), functools.partial(_intercept, file, kernels))
 
-    Args:
-        module: the file's.
-        kernels: what its mixers call.
-    """
 
-    def __init__(self, module: Any, kernels: Kernels):
-        self._module, self._kernels = module, kernels
-        self._name = ("kernels", module.__name__, kernels.many)
+def is_held(mixer: nn.Module) -> bool:
+    """Whether the mixer's calls of its kernel pass by here: others may have replaced it since."""
+    kernels = kernels_of(mixer)
+    return kernels is not None and hasattr(getattr(sys.modules[type(mixer).__module__], kernels.many), "is_taped")
 
-    @classmethod
-    def of(cls, mixer: nn.Module) -> KernelTape | None:
-        """`None` where the mixer calls none that can be recorded."""
-        kernels = kernels_of(mixer)
-        return None if kernels is None else cls(sys.modules[type(mixer).__module__], kernels)
 
-    def hold(self) -> None:
-        """Intercept, until as many have let go."""
-        CHANGES.hold(self._name, self._intercept)
+def _intercept(file: Any, kernels: Kernels) -> Callable[[], None]:
+    own = getattr(file, kernels.many)
 
-    def let_go(self) -> None:
-        """The last one leaves the file as it was."""
-        CHANGES.let_go(self._name)
+    @functools.wraps(own)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        records = None if torch.compiler.is_compiling() else getattr(_running, "records", None)
+        if records is not None:
+            answered = _ANSWERS[kernels.recurrence](getattr(file, kernels.one), records, args, kwargs)
+            if answered is not NotImplemented:
+                return answered
+        return own(*args, **kwargs)
 
-    @property
-    def is_held(self) -> bool:
-        """Whether calls of the kernel still pass by here: others may have replaced it since."""
-        return hasattr(getattr(self._module, self._kernels.many), "is_taped")
-
-    def _intercept(self) -> Callable[[], None]:
-        module, kernels = self._module, self._kernels
-        own = getattr(module, kernels.many)
-
-        @functools.wraps(own)
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            records = None if torch.compiler.is_compiling() else getattr(_running, "records", None)
-            if records is not None:
-                answer = _ANSWERS[kernels.recurrence]
-                answered = answer(getattr(module, kernels.one), records, args, kwargs)
-                if answered is not NotImplemented:
-                    return answered
-            return own(*args, **kwargs)
-
-        kernel.is_taped = True  # type: ignore[attr-defined]
-        setattr(module, kernels.many, kernel)
-        return functools.partial(setattr, module, kernels.many, own)
+    kernel.is_taped = True  # type: ignore[attr-defined]
+    setattr(file, kernels.many, kernel)
+    return functools.partial(setattr, file, kernels.many, own)

@@ -12,20 +12,20 @@ Forwards over any other cache, of other threads or of plain `generate`, are as t
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import MethodType
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from ..cache.spans import kinds_from_config
-from ..cache.states import MixerCall, StateLayer
+from ..cache.states import StateLayer
 from ..errors import IncompatibleTargetError
-from .kernel_tape import KernelTape, recording
+from .kernel_tape import hold_kernels, is_held, recording
+from .shared_changes import CHANGES
 
 STATE_CALLS = {"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"}
 
@@ -73,36 +73,25 @@ class Mixers:
         model: the target.
     """
 
-    _of_models: ClassVar[WeakKeyDictionary[nn.Module, Mixers]] = WeakKeyDictionary()
-    _lock: ClassVar = threading.RLock()  # garbage that is collected meanwhile may let go
-
     def __init__(self, model: nn.Module):
         self._mixers = [_Mixer(name, module) for name, module in find_mixers(model)]
-        self._holders = 0
+        self._name = ("mixers", id(model))
+        CHANGES.hold(self._name, self._install)
+
+    def _install(self) -> Callable[[], object]:
+        installed = ExitStack()
+        for mixer in self._mixers:
+            mixer.install(installed)
+        return installed.close
+
+    def let_go(self) -> None:
+        """The last one leaves the model as it was."""
+        CHANGES.let_go(self._name)
 
     @property
     def unrecorded(self) -> str:
         """Why chains cannot be read, as far as that is seen without a forward; empty if they can."""
         return next((why for mixer in self._mixers if (why := mixer.unrecorded)), "")
-
-    @classmethod
-    def hold(cls, model: nn.Module) -> Mixers:
-        """Those of `model`, installed until everybody who held them has let go."""
-        with cls._lock:
-            mixers = cls._of_models.get(model) or cls._of_models.setdefault(model, cls(model))
-            mixers._holders += 1
-            if mixers._holders == 1:
-                for mixer in mixers._mixers:
-                    mixer.install()
-        return mixers
-
-    def let_go(self) -> None:
-        """The last one leaves the model as it was."""
-        with self._lock:
-            self._holders -= 1
-            if not self._holders:
-                for mixer in self._mixers:
-                    mixer.remove()
 
 
 class _Mixer:
@@ -115,26 +104,18 @@ class _Mixer:
         self._input_name = parameters[1] if len(parameters) > 1 else ""
         self._own: Callable[..., Any] = module.forward
         self._is_recurrent = "update_recurrent_state" in forward.__code__.co_names
-        self._tape = KernelTape.of(module)
-        self._replaced: _Replaced | None = None
 
     @property
     def unrecorded(self) -> str:
-        if not self._is_recurrent or (self._tape is not None and self._tape.is_held):
+        if not self._is_recurrent or is_held(self.module):
             return ""
         return f"{self.name} moves its recurrent state on by code that cannot be recorded"
 
-    def install(self) -> None:
-        if self._tape is not None:
-            self._tape.hold()
+    def install(self, installed: ExitStack) -> None:
+        """Stand before the module's own forward until what is `installed` is closed."""
+        installed.enter_context(hold_kernels(self.module))
         self._own = self.module.forward
-        self._replaced = _Replaced(self.module, self._forward)
-
-    def remove(self) -> None:
-        if self._replaced is not None:
-            self._replaced.undo()
-        if self._tape is not None:
-            self._tape.let_go()
+        installed.callback(_Replaced(self.module, self._forward).undo)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         cache: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
@@ -155,7 +136,7 @@ class _Mixer:
         for group in layer.placement.groups:
             rows = group.rows_on(hidden.device)
             tokens = hidden if rows is None else hidden[rows]
-            layer.begin(MixerCall(self.name, group))
+            layer.begin(group)
             parts.append((rows, run(tokens[:, : group.count])))
             layer.end()
         return _joined(parts, hidden)
@@ -163,7 +144,7 @@ class _Mixer:
     def _read_chain(self, layer: StateLayer, hidden: Tensor, run: Callable[[Tensor], Any]) -> Any:
         """Drafts `(B, T, H)` of all rows."""
         [group] = layer.placement.groups
-        layer.begin(MixerCall(self.name, group, is_chain=True))
+        layer.begin(group)
         with recording() as records:
             out = run(hidden)
         if len(records) != self._is_recurrent:
@@ -205,7 +186,7 @@ class _Replaced:
         return self._forward(*args, **kwargs)
 
     def undo(self) -> None:
-        """Unless somebody has replaced it since."""
+        """Unless it was replaced once more since."""
         if self._module.__dict__.get("forward") is not self:
             return
         if self._before is None:

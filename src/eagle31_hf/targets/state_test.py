@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..cache.placement import BlockReading
 from ..cache.speculative import SpeculativeCache
 from ..cache.states import StateKey
 from ..cache.stock import read_stock_layers
@@ -97,7 +96,7 @@ def _cache(binding: TargetBinding, masks_by_type: bool | None, *, rows: int) -> 
 
 
 def _read(binding: TargetBinding, cache: SpeculativeCache, tokens: Tensor, counts: list[int] | None) -> Tensor:
-    cache.place(tokens.shape[1], reading=BlockReading(counts=counts))
+    cache.place(tokens.shape[1], counts=counts)
     mask = cache.attention_mask(dtype=binding.compute_dtype, none_is_causal=binding.none_is_causal)
     logits = binding.forward(tokens, cache.position_ids(), mask, cache, logits_to_keep=1).logits
     cache.commit(tokens.shape[1] if counts is None else counts)
