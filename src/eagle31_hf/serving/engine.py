@@ -1,6 +1,6 @@
 """One worker thread that writes all texts: it takes requests in, decides with the scheduler, runs the batch, tells.
 
-    submit (any thread) ──► inbox ──► worker: next_step ─► begin / read / round ─► on_event (worker thread)
+    submit (any thread) ──► waiting ──► worker: turn ─► begin / read / join / round ─► on_event (worker thread)
 
 The model is touched by the worker alone. What fails in a round fails the texts of that round, and the worker goes on.
 """
@@ -23,7 +23,7 @@ from ..targets.grouped_attention import why_attention_is_unknown
 from .batch import Batch
 from .forms import form_of
 from .rows import Row, choose_as_generate, unfollowed
-from .scheduler import QueueFullError, Scheduler, Step, Ticket
+from .scheduler import QueueFullError, Scheduler, Ticket
 from .text import Event, OnEvent, Request, Usage, Writer
 
 logger = logging.getLogger(__name__)
@@ -140,13 +140,11 @@ class Engine:
 
     def close(self, grace_s: float = 10.0) -> bool:
         """Take nothing more, finish what runs within `grace_s`, cancel the rest. Whether all was finished."""
-        with self._work:
-            self._accepts = False
-            self._work.notify()
+        self._accepts = False
         deadline = time.monotonic() + grace_s
-        while time.monotonic() < deadline and not self.scheduler.is_empty and self._thread.is_alive():
+        while time.monotonic() < deadline and self.scheduler.tickets and self._thread.is_alive():
             time.sleep(0.02)
-        finished = self.scheduler.is_empty
+        finished = not self.scheduler.tickets
         with self._work:
             self._stopping = True
             self._work.notify()
@@ -160,38 +158,51 @@ class Engine:
         with self.drafter.binding.masked_attention():
             while True:
                 with self._work:
-                    step = self.scheduler.next_step()
-                    while step.is_idle and not self._stopping:
-                        self._work.wait()
-                        step = self.scheduler.next_step()
-                    if self._stopping:
-                        break
-                self._take(step)
-        for ticket in [*step.dropped, *self.scheduler.tickets]:
+                    self._work.wait_for(lambda: self._stopping or self.scheduler.tickets)
+                if self._stopping:
+                    break
+                self.scheduler.turn(self)
+        for ticket in self.scheduler.tickets:
             self._end(ticket, "error", "the server was shut down before this text was finished")
 
-    def _take(self, step: Step) -> None:
-        for ticket in step.dropped:
-            self._end(ticket, "cancelled")
-        reading = self.scheduler.reading
-        if reading is not None and (step.begin or step.read):
-            self._attempt_reading(reading, step)
-        elif reading is None and step.dropped:
-            self.batch.drop_reading()
-        if step.round:
-            self._attempt_round()
+    # What the scheduler asks for in a turn. Who ends, by whatever, is let go by `Scheduler.leave`.
 
-    def _attempt_reading(self, ticket: Ticket, step: Step) -> None:
-        """A failure ends this request and no other."""
-        try:
-            self._read(ticket, step)
-        except Exception as error:
-            logger.exception("eagle31: a prompt of %d tokens could not be read", len(ticket.request.prompt))
+    def drop(self, ticket: Ticket) -> None:
+        """Cancelled before it wrote anything."""
+        if ticket is self.scheduler.reading:
             self.batch.drop_reading()
-            self._end(ticket, "error", f"{type(error).__name__}: {error}")
+        self._end(ticket, "cancelled")
 
-    def _attempt_round(self) -> None:
-        """A failure ends all texts of the round; nothing they have left behind is trusted."""
+    def begin(self, ticket: Ticket) -> int:
+        """Start to read a prompt. Returns how many tokens are to be read."""
+        binding, request = self.drafter.binding, ticket.request
+        chooser = choose_as_generate(binding.model, request, device=binding.head_device, eos_ids=self.eos_ids)
+        ticket.text = Row(request, Writer(self.tokenizer, request, request.end_ids(self.eos_ids)), chooser)
+        return self.batch.begin(ticket.text)
+
+    def read(self, ticket: Ticket, num_tokens: int) -> None:
+        self.batch.read(num_tokens)
+
+    def join(self, ticket: Ticket) -> None:
+        """The prompt has been read: its text is written from the next round on."""
+        text = ticket.text
+        assert text is not None, "it has begun"
+        if text.request.prompt_logprobs is not None:
+            self._tell(ticket, Event("", (), text.usage, prompt_logprobs=tuple(text.prompt_logprobs)))
+        if text.request.max_new_tokens:
+            self.batch.join()
+        else:
+            self.batch.drop_reading()
+            self._end(ticket, "length")
+
+    def reading_failed(self, ticket: Ticket, error: Exception) -> None:
+        """One of the above has raised; no other request is touched by it."""
+        logger.error("eagle31: a prompt of %d tokens could not be read", len(ticket.request.prompt), exc_info=error)
+        self.batch.drop_reading()
+        self._end(ticket, "error", f"{type(error).__name__}: {error}")
+
+    def round(self) -> None:
+        """A pass of all that write. A failure ends all texts of the round; nothing they have left behind is trusted."""
         try:
             self._round()
         except Exception as error:
@@ -201,39 +212,9 @@ class Engine:
             for ticket in tickets:
                 self._end(ticket, "error", f"{type(error).__name__}: {error}")
 
-    def _read(self, ticket: Ticket, step: Step) -> None:
-        if step.begin is not None:
-            ticket.text = self._new_row(ticket.request)
-            to_read = self.batch.begin(ticket.text)
-            with self._work:
-                self.scheduler.begun(to_read)
-                joins = to_read == 0 and self.scheduler.has_read(0)
-        else:
-            self.batch.read(step.read)
-            with self._work:
-                joins = self.scheduler.has_read(step.read)
-        if joins:
-            self._begin_writing(ticket)
-
-    def _begin_writing(self, ticket: Ticket) -> None:
-        text = ticket.text
-        assert text is not None
-        if text.request.prompt_logprobs is not None:
-            self._tell(ticket, Event("", (), text.usage, prompt_logprobs=tuple(text.prompt_logprobs)))
-        if text.request.max_new_tokens:
-            self.batch.join()
-        else:
-            self.batch.drop_reading()
-            self._end(ticket, "length")
-
-    def _new_row(self, request: Request) -> Row:
-        binding = self.drafter.binding
-        chooser = choose_as_generate(binding.model, request, device=binding.head_device, eos_ids=self.eos_ids)
-        return Row(request, Writer(self.tokenizer, request, request.end_ids(self.eos_ids)), chooser)
-
     def _round(self) -> None:
         for ticket in [ticket for ticket in self.scheduler.writing if ticket.cancelled]:
-            assert ticket.text is not None
+            assert ticket.text is not None, "it has begun"
             self.batch.leave(ticket.text)
             self._end(ticket, "cancelled")
         if not self.batch.texts:
@@ -251,8 +232,7 @@ class Engine:
 
     def _tell(self, ticket: Ticket, event: Event) -> None:
         if event.finish is not None:
-            with self._work:
-                self.scheduler.leave(ticket)
+            self.scheduler.leave(ticket)
             self.requests[event.finish] += 1
             self.totals.update({name: getattr(event.usage, name) for name in COUNTED})
         try:

@@ -9,10 +9,8 @@ share of the budget even if there is little to read, since a forward is not free
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import Eagle31Error
 from .text import OnEvent, Request
@@ -34,42 +32,33 @@ class Ticket:
 
     Attributes:
         text: what is written, once its prompt is being read.
-        to_read: tokens of its prompt that are to be read yet; known once reading begins.
+        to_read: tokens of its prompt that are to be read yet; `None` before reading begins.
         cancelled: its client has gone.
     """
 
     request: Request
     on_event: OnEvent
     text: Row | None = None
-    to_read: int = 0
+    to_read: int | None = None
     cancelled: bool = False
-
-
-@dataclass(frozen=True)
-class Step:
-    """What to do next, in this order."""
-
-    dropped: tuple[Ticket, ...] = ()  # cancelled before they wrote anything
-    begin: Ticket | None = None  # starts reading now
-    read: int = 0  # so many tokens of the one that reads
-    round: bool = False  # all that write take a round
-
-    @property
-    def is_idle(self) -> bool:
-        return not (self.dropped or self.begin or self.read or self.round)
 
 
 @dataclass
 class Scheduler:
-    """Queue, rows and turns."""
+    """Queue, rows and turns. `submit` may be called from any thread, all else by the one that works.
 
-    max_rows: int  # texts written at once
-    max_waiting: int  # requests that may wait beyond those a row is free for; `submit` refuses any more
-    read_budget: int  # prompt tokens read between two rounds while others write
-    waiting: deque[Ticket] = field(default_factory=deque)
+    Attributes:
+        max_rows: texts written at once.
+        max_waiting: requests that may wait beyond those a row is free for.
+        read_budget: prompt tokens read between two rounds while others write.
+    """
+
+    max_rows: int
+    max_waiting: int
+    read_budget: int
+    waiting: list[Ticket] = field(default_factory=list)
     reading: Ticket | None = None
     writing: list[Ticket] = field(default_factory=list)
-    _spent: int = 0  # of the budget, since the last round
 
     def submit(self, request: Request, on_event: OnEvent) -> Ticket:
         waiting = len(self.waiting) - self.free_rows
@@ -79,61 +68,51 @@ class Scheduler:
         self.waiting.append(ticket)
         return ticket
 
-    def next_step(self) -> Step:
-        """Decide. Tickets change hands here and in `begun`, `has_read` and `leave`, nowhere else."""
-        dropped = tuple(self._drop_cancelled())
-        left = self.read_budget - self._spent
-        if self.writing and left <= 0:
-            return self._round(dropped)
-        if self.reading is not None:
-            read = self.reading.to_read
-            if self.writing:
-                read = min(read, left)
-                self._spent += read
-            return Step(dropped, read=read)
-        if self.waiting and len(self.writing) < self.max_rows:
-            self.reading = self.waiting.popleft()
-            return Step(dropped, begin=self.reading)
-        return self._round(dropped)
+    def turn(self, engine: Any) -> None:
+        """Have the `Engine` read prompts as far as the budget goes, or whole where nothing is written yet; then a round
+        of all that write."""
+        left = self.read_budget
+        while (left > 0 or not self.writing) and (ticket := self._next_to_read(engine)) is not None:
+            try:
+                left -= self._read(ticket, left, engine)
+            except Exception as error:  # whatever a template, a grammar or a forward raises
+                engine.reading_failed(ticket, error)
+        if self.writing:
+            engine.round()
 
-    def _round(self, dropped: tuple[Ticket, ...]) -> Step:
-        self._spent = 0
-        return Step(dropped, round=bool(self.writing))
+    def _next_to_read(self, engine: Any) -> Ticket | None:
+        for ticket in self.tickets:
+            if ticket.cancelled and ticket not in self.writing:
+                engine.drop(ticket)
+        if self.reading is None and self.waiting and len(self.writing) < self.max_rows:
+            self.reading = self.waiting.pop(0)
+        return self.reading
 
-    def begun(self, to_read: int) -> None:
-        """The one that reads has so many tokens ahead of it."""
-        assert self.reading is not None
-        self.reading.to_read = to_read
-        if self.writing:  # what reading itself does not take of a prompt's share
-            self._spent += max(0, self.read_budget // PROMPTS_IN_A_BUDGET - to_read)
-
-    def has_read(self, tokens: int) -> bool:
-        """So many tokens were read. Returns whether the prompt is done; its text is then being written."""
-        assert self.reading is not None
-        self.reading.to_read -= tokens
-        if self.reading.to_read > 0:
-            return False
-        self.writing.append(self.reading)
-        self.reading = None
-        return True
+    def _read(self, ticket: Ticket, left: int, engine: Any) -> int:
+        """Read on, at most `left` tokens if others write. Returns what it takes of the budget."""
+        taken = 0
+        if ticket.to_read is None:
+            ticket.to_read = engine.begin(ticket)
+            taken = max(0, self.read_budget // PROMPTS_IN_A_BUDGET - ticket.to_read)
+        num_tokens = min(ticket.to_read, max(0, left - taken)) if self.writing else ticket.to_read
+        if num_tokens:
+            engine.read(ticket, num_tokens)
+            ticket.to_read -= num_tokens
+        is_alone = not self.writing
+        if ticket.to_read == 0:
+            engine.join(ticket)
+            if ticket is self.reading:
+                self.reading = None
+                self.writing.append(ticket)
+        return 0 if is_alone else taken + num_tokens
 
     def leave(self, ticket: Ticket) -> None:
         """Its text has ended, or failed."""
         if ticket is self.reading:
             self.reading = None
-        elif ticket in self.writing:
-            self.writing.remove(ticket)
-        elif ticket in self.waiting:
-            self.waiting.remove(ticket)
-
-    def _drop_cancelled(self) -> Iterator[Ticket]:
-        for ticket in [*self.waiting]:
-            if ticket.cancelled:
-                self.waiting.remove(ticket)
-                yield ticket
-        if self.reading is not None and self.reading.cancelled:
-            yield self.reading
-            self.reading = None
+        for tickets in (self.waiting, self.writing):
+            if ticket in tickets:
+                tickets.remove(ticket)
 
     @property
     def tickets(self) -> list[Ticket]:
@@ -144,7 +123,3 @@ class Scheduler:
     def free_rows(self) -> int:
         """Rows that nobody writes in, nor will once a prompt has been read."""
         return self.max_rows - len(self.writing) - (self.reading is not None)
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.waiting or self.reading or self.writing)
