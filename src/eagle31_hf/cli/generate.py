@@ -30,6 +30,7 @@ from .plan import print_decision
 from .progress import progress_bar
 
 STREAMED_IN_DEMO = 2
+DEMO_DRAFT_TOKENS = 5
 REPEATS = 3
 
 CompareOption = Annotated[
@@ -49,7 +50,8 @@ def demo(
 ) -> None:
     """Watch the embedded pair write, then measure it against plain decoding. Needs no network."""
     shown = Shown(embedded_prompts(), streamed=STREAMED_IN_DEMO, compare=compare, compiled=True, svg=svg)
-    _show(load_pair(PairSource()), shown, json_path)
+    # A fixed length: what is coloured does not depend on how fast this machine is.
+    _show(load_pair(PairSource(), Drafting(draft_tokens=DEMO_DRAFT_TOKENS, schedule="constant")), shown, json_path)
 
 
 @expand_options
