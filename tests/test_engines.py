@@ -19,7 +19,7 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import read_checkpoint
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.training.data import NOT_WRITTEN, PackedBatch
-from eagle31_hf.training.unroll import compute_features, unroll
+from eagle31_hf.training.objectives import compute_features, unroll
 from helpers import MODELS
 
 STUDIES = Path(__file__).resolve().parents[1] / "examples" / "studies"

@@ -11,11 +11,9 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.sampling.draw import choose
+from eagle31_hf.stats import Acceptance
 from eagle31_hf.training.measure import (
     EvaluationPrompt,
-    TextRounds,
-    acceptance_length,
-    acceptance_of,
     paired_error,
     rounds_of,
     served_processing,
@@ -52,7 +50,7 @@ def test_greedy_rounds_are_those_of_generate(drafter: Eagle31Drafter, prompts: l
             out = model.generate(prompt, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=drafter)
             assert torch.equal(out[0], known.text.ids)
             assert rounds.rounds == pytest.approx(drafter.stats.rounds)
-            assert rounds.tokens == drafter.stats.new_tokens - 1
+            assert rounds.rounds + rounds.accepted == drafter.stats.new_tokens - 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
@@ -79,7 +77,7 @@ def test_rounds_are_those_of_generate(
     assert [each.rounds for each in found] == [rounds for rounds, _ in served]
     for ours, (_, accepted) in zip(found, served, strict=True):  # what stands behind a text's end counts there
         assert 0 <= accepted - sum(ours.accepted_at) <= 4
-    assert acceptance_length(found) > 2
+    assert Acceptance.of(found).acceptance_length > 2
 
 
 def test_noise_of_a_batch_is_that_its_texts_were_sampled_by(drafter: Eagle31Drafter, prompts: list) -> None:
@@ -121,9 +119,8 @@ def test_processors_that_look_at_the_text_are_left_out(
 def test_counts_are_those_of_the_rounds(drafter: Eagle31Drafter, prompts: list) -> None:
     texts = write_texts(drafter.binding, prompts, 0.0, max_new_tokens=NEW_TOKENS)
     found = rounds_of(drafter, texts, 3)
-    counts = acceptance_of(found)
-    assert counts.acceptance_length == pytest.approx(acceptance_length(found))
-    assert counts.rounds == sum(each.rounds for each in found)
+    counts = Acceptance.of(found)
+    assert counts.rounds + counts.accepted == sum(text.num_rounds_tokens for text in texts.texts)
     assert counts.drafted_at[0] >= counts.accepted_at[0] >= counts.accepted_at[-1] > 0
 
 
@@ -142,15 +139,21 @@ def test_texts_end_where_the_target_ends_them(drafter: Eagle31Drafter, prompts: 
     assert shorter.texts[0].num_rounds_tokens <= 2
 
 
+def rounds_of_text(tokens: int, rounds: int) -> Acceptance:
+    return Acceptance(rounds, accepted=tokens - rounds)
+
+
 def test_the_error_of_a_difference_leaves_out_what_both_share() -> None:
     with seeded(0):
         hard = 1 + torch.rand(40, dtype=torch.float64)  # of prompts: both need more rounds for the same ones
         ours, theirs = (
-            [TextRounds("a", 300, round(float(300 / 3 * h * f)), (), ()) for h in hard] for f in (1.0, 1.1)
+            [rounds_of_text(300, round(float(300 / 3 * h * f))) for h in hard] for f in (1.0, 1.1)
         )  # fmt: skip
-    assert acceptance_length(ours) / acceptance_length(theirs) == pytest.approx(1.1, rel=0.01)
+    assert Acceptance.of(ours).acceptance_length / Acceptance.of(theirs).acceptance_length == pytest.approx(
+        1.1, rel=0.01
+    )
     assert paired_error(ours, theirs) < 0.25 * paired_error(ours)
     assert paired_error(ours, ours) == 0
     picks = torch.randint(40, (2000, 40), generator=torch.Generator().manual_seed(0)).tolist()
-    resampled = torch.tensor([acceptance_length([ours[i] for i in pick]) for pick in picks])
+    resampled = torch.tensor([Acceptance.of(ours[i] for i in pick).acceptance_length for pick in picks])
     assert paired_error(ours) == pytest.approx(float(resampled.std()), rel=0.1)

@@ -27,11 +27,12 @@ from eagle31_hf.training.data import (
 from eagle31_hf.training.objectives import (
     TOKEN_WEIGHT,
     AcceptanceModel,
+    compute_features,
+    cross_entropy,
     expected_accepted,
     require_stage_two,
     written_starts,
 )
-from eagle31_hf.training.unroll import compute_features, cross_entropy
 from eagle31_hf.training.writing import own_temperature, regenerate
 from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded, target_of
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle31_hf.training import optimizers
-from eagle31_hf.training.optimizers import MuonWithAdamW
+from eagle31_hf.training import trainer
+from eagle31_hf.training.trainer import MuonWithAdamW
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan's
 
@@ -28,7 +28,7 @@ def step(precision: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Tenso
     matrix, vector = nn.Parameter(torch.zeros(24, 40)), nn.Parameter(torch.zeros(8))
     gradient, vector.grad = torch.randn(24, 40), torch.randn(8)
     matrix.grad = gradient.clone()
-    monkeypatch.setattr(optimizers, "quick_dtype", lambda *_: precision)
+    monkeypatch.setattr(trainer, "quick_dtype", lambda *_: precision)
     MuonWithAdamW([matrix], [vector], lr=0.1).step()
     assert torch.allclose(vector, -0.1 * vector.grad.sign(), atol=1e-6), "AdamW's first step"
     return gradient, matrix.detach()
@@ -49,7 +49,7 @@ def test_in_bfloat16_where_that_is_quick(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_steps_are_those_of_torchs_muon(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(optimizers, "quick_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(trainer, "quick_dtype", lambda *_: torch.bfloat16)
     ours, theirs = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(shape))
     mine = MuonWithAdamW([ours], [nn.Parameter(torch.zeros(1))], lr=0.1)
     muon = torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle31_hf.training.data import Document, PackedDocuments, collate, pack
-from eagle31_hf.training.unroll import compute_features
+from eagle31_hf.training.objectives import compute_features
 from families import recurrent_target
 from helpers import random_drafter
 

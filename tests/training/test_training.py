@@ -17,9 +17,10 @@ from transformers import TrainerCallback, TrainingArguments
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.errors import TrainingError
+from eagle31_hf.stats import Acceptance
 from eagle31_hf.training import preparation as setup
 from eagle31_hf.training.data import PackedDocuments
-from eagle31_hf.training.measure import EvaluationPrompt, TextRounds, served_error, served_length, write_texts
+from eagle31_hf.training.measure import EvaluationPrompt, served_error, served_length, write_texts
 from eagle31_hf.training.objectives import DistillationModel
 from eagle31_hf.training.preparation import set_vocabulary
 from eagle31_hf.training.progress import LiveProgress, StopRequest, telling_what_is_kept
@@ -105,10 +106,10 @@ def test_the_difference_to_the_best_is_judged_text_by_text(tmp_path: Path, last:
     trainer.save_model(str(tmp_path / "best"))
     state = trainer.state
     state.best_model_checkpoint, state.best_global_step, state.global_step = str(tmp_path / "best"), 2, 4
-    best = [TextRounds("a", 40, rounds, (), ()) for rounds in (10.0, 20.0, 30.0, 20.0)]
+    best = [Acceptance(rounds, accepted=40 - rounds) for rounds in (10.0, 20.0, 30.0, 20.0)]
     # One text in ten rounds fewer or more tells nothing; all of them in a hundredth more do.
-    worse = [dataclasses.replace(text, rounds=text.rounds * last / 20) for text in best]
-    worse[0] = dataclasses.replace(worse[0], rounds=worse[0].rounds + 0.05)
+    rounds = [text.rounds * last / 20 + 0.05 * (text is best[0]) for text in best]
+    worse = [Acceptance(taken, accepted=40 - taken) for taken in rounds]
     trainer._rounds = {2: [best], 4: [worse]}
     state.best_metric = served_length([best])
     state.log_history = [

@@ -11,10 +11,10 @@ from transformers import LlamaForCausalLM
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.session import DraftSession
-from eagle31_hf.training import unroll as unrolling
+from eagle31_hf.training import objectives
 from eagle31_hf.training.data import Document, PackedDocuments, collate
-from eagle31_hf.training.objectives import DistillationModel
-from eagle31_hf.training.unroll import (
+from eagle31_hf.training.objectives import (
+    DistillationModel,
     compute_features,
     cross_entropy,
     make_teacher,
@@ -59,7 +59,7 @@ def naive_losses(drafter: Eagle31Drafter, document: Document, steps: int) -> lis
 def test_vectorised_loss_equals_a_loop_over_inference(target, fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks, shifts, packing and blocks: what is trained is exactly what generation drafts, for S = 1..4."""
     drafter = make_drafter(target, **fields)
-    monkeypatch.setattr(unrolling, "CACHED_NUMBERS", 3 * len(drafter.draft_ids))  # several blocks, the last one short
+    monkeypatch.setattr(objectives, "CACHED_NUMBERS", 3 * len(drafter.draft_ids))  # several blocks, the last one short
     documents = make_documents(4)
     batch = batch_of(documents, rows=9)
     logits = compute_features(drafter.binding, batch.input_ids, batch.position_ids)
@@ -80,7 +80,7 @@ def test_gradient_checkpointing_and_blocks_change_no_gradient(target, monkeypatc
     for enabled, rows_of_a_block in ((False, 10_000), (True, 10_000), (False, 2)):
         model.zero_grad()
         model.gradient_checkpointing = enabled
-        monkeypatch.setattr(unrolling, "CACHED_NUMBERS", rows_of_a_block * len(drafter.draft_ids))
+        monkeypatch.setattr(objectives, "CACHED_NUMBERS", rows_of_a_block * len(drafter.draft_ids))
         model(**inputs).loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None]))
     assert all(torch.allclose(gradients[0], other, rtol=1e-5, atol=1e-6) for other in gradients[1:])

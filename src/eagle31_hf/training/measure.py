@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -216,15 +217,11 @@ def _read(binding: TargetBinding, prompt: list[int], answer: list[int]) -> Targe
 # --- drafting ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TextRounds:
-    """What one text takes with drafts of `K` levels."""
+@dataclass
+class TextRounds(Acceptance):
+    """The rounds of one text, by chains of `K` drafts."""
 
-    category: str  # of its prompt
-    tokens: int  # written in rounds
-    rounds: int  # their number
-    drafted_at: tuple[int, ...]  # drafted_at, accepted_at: per level, rounds that draft and accept it
-    accepted_at: tuple[int, ...]
+    category: str = ""  # of its prompt
 
 
 @torch.no_grad()
@@ -241,20 +238,10 @@ def rounds_of(drafter: Eagle31Drafter, texts: KnownTexts, depth: int) -> list[Te
 def _rounds(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth: int) -> TextRounds:
     chains = chains_along(drafter, known, texts, depth)
     roots = chains.roots()
-    accepted = chains.kept[roots][:, None] > torch.arange(depth)  # (R, K)
-    return TextRounds(
-        category=known.category,
-        tokens=known.num_rounds_tokens,
-        rounds=len(roots),
-        drafted_at=tuple(chains.inside[roots].sum(0).tolist()),
-        accepted_at=tuple(accepted.sum(0).tolist()),
-    )
-
-
-def _behind(noise: Tensor, first: int, count: int) -> Tensor:
-    """Noise `(count, V)` of the tokens from `y_first` on; behind the text's end, where nothing is kept, the last."""
-    places = torch.arange(first, first + count, device=noise.device).clamp(max=len(noise) - 1)
-    return noise[places]
+    drafted_at = chains.inside[roots].sum(0).tolist()
+    accepted_at = (chains.kept[roots][:, None] > torch.arange(depth)).sum(0).tolist()
+    accepted = known.num_rounds_tokens - len(roots)
+    return TextRounds(len(roots), sum(drafted_at), accepted, drafted_at, [], accepted_at, known.category)
 
 
 @dataclass(frozen=True)
@@ -263,9 +250,7 @@ class KnownChains:
 
     kept: Tensor  # `(T,)` drafts that a round which begins there keeps
     inside: Tensor  # `(T, K)` whether the text goes on so far
-    # `(T, K)` the largest probability at each level, behind the text's own tokens; what a chain that ends in doubt asks
-    # for
-    sure: Tensor
+    sure: Tensor  # `(T, K)` the largest probability at each level, behind the text's own tokens
 
     def roots(self) -> list[int]:
         """Where rounds begin that draft whole chains, one after the other."""
@@ -286,11 +271,10 @@ def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, d
     for step, draft in enumerate(drafts_along(drafter, text, starts, depth)):
         wanted = draft.truth if row_of is None else row_of[draft.truth]
         scores = texts.warping(draft.logits)
-        if noise is not None:
-            own = _behind(noise, 1 + step, count)
-            scores = perturbed(
-                scores, own[:, : scores.shape[-1]] if drafter.draft_ids is None else own[:, drafter.draft_ids]
-            )
+        if noise is not None:  # of y_1, y_2, ...; behind the text's end, where nothing is kept, the last
+            own = noise[torch.arange(1 + step, 1 + step + count).clamp(max=len(noise) - 1)]
+            drawn = slice(scores.shape[-1]) if drafter.draft_ids is None else drafter.draft_ids
+            scores = perturbed(scores, own[:, drawn])
         probs = scores.softmax(-1)
         right.append((argmax(probs) == wanted).cpu())
         sure.append(probs.amax(-1).cpu())
@@ -303,23 +287,7 @@ def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, d
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def acceptance_of(rounds: Sequence[TextRounds]) -> Acceptance:
-    """Counts over all texts."""
-    taken = sum(text.rounds for text in rounds)
-    drafted, accepted = (
-        [sum(level) for level in zip(*(getattr(text, name) for text in rounds), strict=True)]
-        for name in ("drafted_at", "accepted_at")
-    )
-    written = sum(text.tokens for text in rounds)
-    return Acceptance(taken, sum(drafted), written - taken, drafted, accepted_at=accepted)
-
-
-def acceptance_length(rounds: Sequence[TextRounds]) -> float:
-    """Tokens per round over all texts."""
-    return sum(text.tokens for text in rounds) / sum(text.rounds for text in rounds)
-
-
-def paired_error(rounds: Sequence[TextRounds], other: Sequence[TextRounds] | None = None) -> float:
+def paired_error(rounds: Sequence[Acceptance], other: Sequence[Acceptance] | None = None) -> float:
     """Standard error of an acceptance length over prompts, or of its difference from another drafter's on them.
 
     By linearisation: what each text contributes to the quotient of sums.
@@ -330,22 +298,22 @@ def paired_error(rounds: Sequence[TextRounds], other: Sequence[TextRounds] | Non
     return float(parts.std()) / math.sqrt(len(parts)) if len(parts) > 1 else math.inf
 
 
-def served_length(by_temperature: Sequence[Sequence[TextRounds]]) -> float:
+def _contributions(rounds: Sequence[Acceptance]) -> Tensor:
+    tokens, taken = torch.tensor([(text.accepted + text.rounds, text.rounds) for text in rounds], dtype=torch.float64).T
+    return (tokens - Acceptance.of(rounds).acceptance_length * taken) / taken.mean()
+
+
+def served_length(by_temperature: Sequence[Sequence[Acceptance]]) -> float:
     """Geometric mean of the acceptance lengths at several temperatures: each counts by its own scale."""
-    return math.exp(sum(math.log(acceptance_length(rounds)) for rounds in by_temperature) / len(by_temperature))
+    return geometric_mean(Acceptance.of(rounds).acceptance_length for rounds in by_temperature)
 
 
 def served_error(
-    by_temperature: Sequence[Sequence[TextRounds]], others: Sequence[Sequence[TextRounds]] | None = None
+    by_temperature: Sequence[Sequence[Acceptance]], others: Sequence[Sequence[Acceptance]] | None = None
 ) -> float:
     """Standard error of `served_length`, or of its difference from another drafter's on the same texts."""
     relative = [
-        paired_error(rounds, others[place] if others else None) / acceptance_length(rounds)
+        paired_error(rounds, others[place] if others else None) / Acceptance.of(rounds).acceptance_length
         for place, rounds in enumerate(by_temperature)
     ]
     return served_length(by_temperature) * math.hypot(*relative) / len(by_temperature)
-
-
-def _contributions(rounds: Sequence[TextRounds]) -> Tensor:
-    tokens, taken = torch.tensor([(text.tokens, text.rounds) for text in rounds], dtype=torch.float64).T
-    return (tokens - acceptance_length(rounds) * taken) / taken.mean()
