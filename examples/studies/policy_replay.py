@@ -245,7 +245,7 @@ def replay(
         seconds += round_s
         new.extend(tokens[done.at : done.at + done.accepted + 1])
         if plan is not None:
-            policy.record(RoundStats(plan, done.drafted, done.drafted, (0,), (done.accepted,), round_s * clock()))
+            policy.record(RoundStats(plan, done.drafted, (0,), (done.accepted,), round_s * clock()))
     return ReplayedText(seconds, tuple(rounds))
 
 

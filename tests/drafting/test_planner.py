@@ -147,7 +147,7 @@ def test_asking_twice_changes_nothing(seed: int, schedule: str, doubt: float) ->
         assert 0 <= plan.shape.depth <= 6
         drafted = plan.shape.depth and dice.randint(1, plan.shape.depth)
         accepted = dice.randint(0, drafted)
-        planner.record(RoundStats(plan, drafted, drafted, (0,), (accepted,), dice.random()))
+        planner.record(RoundStats(plan, drafted, (0,), (accepted,), dice.random()))
 
 
 def test_one_way_with_one_sequence() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter, MemoryPlan, plan_memory
 from eagle31_hf.drafter import drafter
-from eagle31_hf.drafting.shape import LONGEST_CHAIN, USUAL_TREE, DraftShape
+from eagle31_hf.drafting.shape import LONGEST_CHAIN, USUAL_TREE, DraftShape, noise_bytes
 from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.graphs import captured
 from eagle31_hf.graphs.draft_graphs import GraphChoice
@@ -31,7 +31,6 @@ from eagle31_hf.memory.apply_plan import (
 )
 from eagle31_hf.memory.cards import GIB, MIB, Card, measure_card
 from eagle31_hf.memory.ledger import MemorySettings
-from eagle31_hf.sampling.noise_size import noise_bytes
 from eagle31_hf.settings import Eagle31GenerationConfig
 from helpers import DEMO_DRAFTER, drafter_of, target_of
 

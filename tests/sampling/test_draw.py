@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.dynamic import TreeGrowth
+from eagle31_hf.drafting.shape import noise_bytes
 from eagle31_hf.sampling.acceptance import accept_chosen
 from eagle31_hf.sampling.draw import PositionNoise, argmax, choose, perturbed, random_state, why_noise_is_unknown
-from eagle31_hf.sampling.noise_size import noise_bytes
 from eagle31_hf.training.objectives import agreement
 from helpers import seeded
 

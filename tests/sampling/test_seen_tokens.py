@@ -35,7 +35,12 @@ def test_all_nodes_at_once_are_the_nodes_one_by_one(penalty: float) -> None:
     logits = torch.randn(2, 4, VOCABULARY)
     logits[0, 1, 3:9] = -torch.inf
     made = processing(RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(0.6), TopKLogitsWarper(9))
-    expected = made.node_scores(logits, lambda b, node: torch.cat((prompts[b], drafts[b, paths[node]]))[None], [0, 1])
+    expected = torch.stack(
+        [
+            made.row_scores(lambda n, b=b: torch.cat((prompts[b], drafts[b, paths[n]]))[None], logits[b], [b] * 4)
+            for b in range(2)
+        ]
+    )
     seen = seen_at_nodes(SeenTokens(prompts, VOCABULARY, [0, 0]).of([0, 1], [[], []]), drafts, ancestors)
     assert torch.equal(made.draft_warping.of_nodes(logits, seen), expected)
 

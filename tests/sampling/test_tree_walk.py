@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.dynamic import TreeGrowth
 from eagle31_hf.sampling import acceptance
-from eagle31_hf.sampling.acceptance import Acceptance, accept_chosen
-from eagle31_hf.sampling.tree_walk import accept_tree_walk
+from eagle31_hf.sampling.acceptance import Acceptance, accept_chosen, accept_tree_walk
 
 
 def seeded(seed: int) -> torch.Generator:

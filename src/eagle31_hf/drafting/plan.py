@@ -73,7 +73,6 @@ class RoundStats(NamedTuple):
     Attributes:
         plan: as it was made; the draft may have been shorter (a text's end, doubt, less memory).
         depth: deepest draft position that was verified.
-        nodes: draft tokens verified per row.
         rows: rows of the text that needed tokens.
         accepted: draft tokens that each of them accepted.
         seconds: that the round took; 0 where that was not looked at.
@@ -81,7 +80,6 @@ class RoundStats(NamedTuple):
 
     plan: DraftPlan
     depth: int
-    nodes: int
     rows: tuple[int, ...]
     accepted: tuple[int, ...]
     seconds: float = 0.0

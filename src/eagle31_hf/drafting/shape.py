@@ -108,3 +108,19 @@ def default_tree_size(depth: int, top_k: int) -> int:
 def num_candidates(depth: int, top_k: int) -> int:
     """Candidates, root not counted, of a dynamic tree of so many levels (`dynamic.TreeGrowth`)."""
     return top_k + top_k**2 * (depth - 1)
+
+
+# --- noise that sampled texts look ahead to ---------------------------------------------------------------------------
+
+KEPT_BEHIND = 16
+"""Positions behind each row's present one whose noise is kept: a drafter that paused is judged by so many."""
+
+
+def ring_length(rows: int, count: int) -> int:
+    """Positions of noise that are held for windows of so many."""
+    return (KEPT_BEHIND + count) * (2 if rows == 1 else 1)
+
+
+def noise_bytes(rows: int, vocabulary: int, count: int) -> int:
+    """Bytes that `PositionNoise` holds for windows of so many positions."""
+    return ring_length(rows, count) * rows * vocabulary * 4

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..drafting.draft_tree import DraftTree
 from ..drafting.host_numbers import on_device
-from ..sampling.acceptance import Acceptance, accept_chosen, for_host
+from ..sampling.acceptance import Acceptance, accept_chosen, accept_tree_walk, for_host
 from ..sampling.seen_tokens import seen_at_nodes
-from ..sampling.tree_walk import accept_tree_walk
 from .choosing import ChoiceRule, RoundBatch
 
 # Processed scores (V,) of a node, by (row of the caches, node); or of all nodes, (B, N, V).
@@ -84,11 +83,7 @@ class Acceptor:
             return processing.draft_warping.of_nodes(rule.of(self.logits), at_nodes)
         if processing.is_empty and not rule.draws and not choosing.wants_scores:
             return rule.of(self.logits)
-
-        def prefix(b: int, node: int) -> Tensor:
-            raise AssertionError("processors that look at scores alone ask for no prefix")
-
-        return processing.node_scores(rule.of(self.logits), prefix, [rule.rows[b] for b in rule.places])
+        return processing.draft_warping.of_nodes(rule.of(self.logits))
 
     def _choose_at_all_nodes(self, rule: ChoiceRule, scores: Tensor) -> Tensor:
         """The target's token after every node, `(R, N)`."""

@@ -275,7 +275,7 @@ class SpeculativeDecoder:
             rows = tuple(self.rows[b] for b in batch.live)
             assert self.request.policy is not None, "it has planned the round"
             seconds = self.clock.round_s
-            self.request.policy.record(RoundStats(plan, depth, nodes, rows, tuple(accepted), seconds))
+            self.request.policy.record(RoundStats(plan, depth, rows, tuple(accepted), seconds))
 
     def _write(self, emitted: list[list[int]], batch: RoundBatch) -> list[list[int]]:
         """Add each live row's new tokens to the text. Returns those of them that come before the row's end."""

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..cache.graph_sizes import cache_size
-from ..drafting.shape import RESIDENT_QUERIES, DraftShape, default_tree_size
-from ..sampling.noise_size import noise_bytes
+from ..drafting.shape import RESIDENT_QUERIES, DraftShape, default_tree_size, noise_bytes
 from .activation_bytes import (
     ACCEPT_BYTES,
     RECORDINGS_FORMULA,

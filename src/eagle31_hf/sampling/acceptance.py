@@ -1,19 +1,29 @@
-"""Lossless acceptance: a draft is kept while it is what the target chooses. Pure; nothing waits for the device.
+"""Lossless acceptance: a draft is kept while it is what the target chooses.
 
 Greedy, the target chooses its arg-max; sampling, `draw.choose` by the noise of the position, which no draft can change.
 So one rule serves chains, trees, prompt lookup and grammars, and the text never depends on what was drafted.
+
+`accept_chosen` wants the target's token after every node, of which the text passes a few, and waits for no device.
+Where that token is dear (processors that look at each node's own prefix), `accept_tree_walk` goes down from the root,
+one node of a row after another; what is accepted is the same.
 
 `B` batch, `N` nodes with the root, `D` longest path without the root.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..drafting.draft_tree import DraftTree
+
+# Rows and the nodes each has accepted, from the root down, to the target's tokens after the last of them.
+Choose = Callable[[Sequence[int], Sequence[list[int]]], list[int]]
+# Whether the text of a row ends with this token after that many accepted nodes.
+Ends = Callable[[int, int, int], bool]
 
 
 class Acceptance(NamedTuple):
@@ -87,3 +97,45 @@ def _follow_tree(tree: DraftTree, target_choice: Tensor) -> Acceptance:
     best = tree.depths.masked_fill(refused, -1).argmax(1)
     path, length = tree.path_to(best)
     return Acceptance(path, length, target_choice.gather(1, best[:, None]).squeeze(1), best)
+
+
+# --- from the root down ----------------------------------------------------------------------------------------------
+
+
+def accept_tree_walk(tree: DraftTree, choose: Choose, rows: Sequence[int], ends: Ends | None = None) -> Acceptance:
+    """Keep the longest path whose every token is what the target chose at its parent. Waits for the device.
+
+    Args:
+        tree: drafts of the round.
+        choose: asked once per level, for all rows that still go down.
+        rows: that are asked about; of the others nothing but the root is accepted, with a bonus of 0.
+        ends: after the end of a row's text nothing more is asked about it; the last token is then its bonus, drafted or
+            not. `None`: whoever writes the text cuts it.
+    """
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    longest, device = tree.max_depth + 1, tree.tokens.device
+    paths, bonus, walking = [[0] for _ in tokens], [0] * len(tokens), list(rows)
+    while walking:
+        chosen = choose(walking, [paths[row] for row in walking])
+        further = []
+        for row, token in zip(walking, chosen, strict=True):
+            is_last = ends is not None and ends(row, len(paths[row]), token)
+            child = None if is_last else _child(parents[row], tokens[row], paths[row][-1], token)
+            if child is None or len(paths[row]) == longest:  # deeper nodes are not valid
+                bonus[row] = token
+            else:
+                paths[row].append(child)
+                further.append(row)
+        walking = further
+    return Acceptance(
+        path=torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device),
+        length=torch.tensor([len(path) for path in paths], device=device),
+        bonus=torch.tensor(bonus, device=device),
+        best=torch.tensor([path[-1] for path in paths], device=device),
+    )
+
+
+def _child(parents: Sequence[int], tokens: Sequence[int], node: int, token: int) -> int | None:
+    """The child of a node that holds this token; children come after their parent."""
+    below = range(node + 1, len(tokens))
+    return next((child for child in below if parents[child] == node and tokens[child] == token), None)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..drafting.host_numbers import on_device
-from .noise_size import KEPT_BEHIND, ring_length
+from ..drafting.shape import KEPT_BEHIND, ring_length
 
 KEPT_STATES = 256
 """Positions behind the slowest row whose generator state is kept (5 kB each on a CPU, 16 bytes on CUDA)."""

@@ -25,7 +25,6 @@ from transformers.generation import logits_process as stock
 
 from ..errors import blame_caller
 from .callers_code import CallersCode
-from .processor_forks import can_fork, fork_all
 from .seen_tokens import penalize
 
 SCORES_ONLY = (
@@ -156,6 +155,9 @@ class ScoreProcessing:
         """Processors that must be shown the prefixes of the text alone, each once and in order."""
         return [p for p in self.processors if isinstance(p, (*STATEFUL, *CALLS_THE_USERS_CODE)) or not _is_stock(p)]
 
+    def _moves(self, processor: Any) -> bool:
+        return any(processor is each for each in self._moving)
+
     @property
     def in_order(self) -> list[str]:
         """Class names of processors that must be shown the prefixes of the text alone, each once and in order."""
@@ -173,48 +175,19 @@ class ScoreProcessing:
 
     @cached_property
     def _has_forks(self) -> bool:
-        return bool(self._moving) and all(can_fork(processor) for processor in self._moving)
+        return bool(self._moving) and all(_way_to_fork(processor) is not None for processor in self._moving)
 
     def fork(self) -> ScoreProcessing:
         """The same processors, copies of those `in_order`: what these are shown the originals never see."""
         assert self.can_fork, "somebody keeps state that cannot be copied"
-        return ScoreProcessing(LogitsProcessorList(fork_all(self.processors, self._moving)))
-
-    def node_scores(
-        self,
-        logits: Tensor,
-        prefix: Callable[[int, int], Tensor],
-        rows: Sequence[int],
-        code: CallersCode | None = None,
-    ) -> Tensor:
-        """Processed scores of every node.
-
-        Args:
-            logits: `(B, N, V)` raw, any float dtype.
-            prefix: `prefix(b, node)` gives the token ids `(1, t)` of node `node` of row `b`, that node included.
-            rows: the row of the whole batch each of the `B` rows is.
-            code: asks processors that are `in_order`, and knows what they have said before.
-
-        Returns:
-            Tensor: `(B, N, V)` float32.
-        """
-        scores = logits.float()
-        if self.is_empty:
-            return scores
-        batch, nodes, width = scores.shape
-        if self.scores_only:
-            flat = self._run(self.processors, torch.empty(0), scores.reshape(-1, width))
-            return flat.view(batch, nodes, width)
-        result = torch.empty_like(scores)
-        for b, row in enumerate(rows):
-            for node in range(nodes):
-                result[b, node] = self.of_row(row, prefix(b, node), scores[b, node : node + 1].clone(), code)[0]
-        return result
+        copies = [_fork(each) if self._moves(each) else each for each in self.processors]
+        return ScoreProcessing(LogitsProcessorList(copies))
 
     @cached_property
     def draft_warping(self) -> DraftWarping:
-        """What warps the drafter's scores as the target's are; only if `warps_drafts`."""
-        assert self.warps_drafts, "these processors need the full vocabulary or the text"
+        """Looks at no more than scores, and which tokens the text has: for all nodes at once, and where
+        `warps_drafts` for the drafter's scores, too."""
+        assert self.scores_only or self.warps_drafts, "these processors need the text"
         return DraftWarping(self.processors)
 
     def uncounted_tokens(self, batch_size: int) -> list[int]:
@@ -225,22 +198,32 @@ class ScoreProcessing:
         return [ignored or 0] * batch_size
 
     def row_scores(
-        self, prefix: Callable[[int], Tensor], scores: Tensor, rows: Sequence[int], code: CallersCode | None = None
+        self, prefix: Callable[[int], Tensor], logits: Tensor, rows: Sequence[int], code: CallersCode | None = None
     ) -> Tensor:
-        """Processed scores `(B, V)` of one token per row; `prefix(b)` gives the token ids `(1, t)` before it."""
-        return self.node_scores(scores[:, None], lambda b, _node: prefix(b), rows, code)[:, 0]
+        """Processed scores of one token per row, `(R, V)` float32.
+
+        Args:
+            prefix: `prefix(i)` gives the token ids `(1, t)` before it.
+            logits: `(R, V)` raw, any float dtype.
+            rows: the row of the whole batch that each is.
+            code: asks processors that are `in_order`, and knows what they have said before.
+        """
+        if self.scores_only:
+            return self.draft_warping(logits)
+        one_by_one = logits.float().clone().split(1)  # processors may write on them
+        return torch.cat([self.of_row(row, prefix(i), one_by_one[i], code) for i, row in enumerate(rows)])
 
     def of_row(self, row: int, ids: Tensor, scores: Tensor, code: CallersCode | None = None, first: int = 0) -> Tensor:
         """What processors from the `first` on make of scores `(1, V)` behind a row's prefix `ids (1, t)`.
 
         Args:
-            code: as of `node_scores`.
+            code: as of `row_scores`.
         """
         if code is not None and (made := code.processed.get((row, ids.shape[1]))) is not None:
             first, scores = made.place, made.scores.clone()
         for place, processor in enumerate(self.processors[first:], first):
             ask = partial(self._run, [view_of_row(processor, row)], ids, scores)
-            if code is not None and any(processor is each for each in self._moving):
+            if code is not None and self._moves(processor):
                 scores = code.process(row, place, type(processor).__name__, ids, scores, ask)
             else:
                 scores = ask()
@@ -307,3 +290,40 @@ def processing_of(model: Any, **told: Any) -> ScoreProcessing:
 def sampling_options(temperature: float) -> dict[str, Any]:
     """What `generate` is told to write at this temperature; 0 is greedy."""
     return {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+
+
+# --- copies that are shown drafts -------------------------------------------------------------------------------------
+
+
+def _fork(processor: Any) -> Any:
+    way = _way_to_fork(processor)
+    assert way is not None, "can_fork comes first"
+    return way()
+
+
+def _way_to_fork(processor: Any) -> Callable[[], Any] | None:
+    """What copies a processor that keeps state, so that drafts may be shown to the copy; `None`: nothing.
+
+    A processor, or a `prefix_allowed_tokens_fn`, says so by a method `fork_for_drafts()`, which returns one in the same
+    state that shares nothing changeable with it, or itself if it keeps no state. That of xgrammar is known here.
+    """
+    own = getattr(processor, "fork_for_drafts", None)
+    if callable(own):
+        return own
+    kind = f"{type(processor).__module__}.{type(processor).__qualname__}"
+    if kind == "xgrammar.contrib.hf.LogitsProcessor":
+        forkable = all(hasattr(matcher, "fork") for matcher in processor.matchers)
+        return partial(_fork_of_xgrammar, processor) if forkable else None
+    if isinstance(processor, stock.PrefixConstrainedLogitsProcessor):
+        of_function = getattr(processor._prefix_allowed_tokens_fn, "fork_for_drafts", None)
+        beams = processor._num_beams
+        return (lambda: type(processor)(of_function(), beams)) if callable(of_function) else None
+    return None
+
+
+def _fork_of_xgrammar(processor: Any) -> Any:
+    copied = copy.copy(processor)
+    copied.matchers = [matcher.fork() for matcher in processor.matchers]
+    if processor.token_bitmask is not None:
+        copied.token_bitmask = processor.token_bitmask.clone()  # is written in place
+    return copied

@@ -241,7 +241,7 @@ class BatchDrafts:
         """Learn what became of a plan: `drafted` tokens one after another, so many `accepted` by each row."""
         if plan.skips or drafted:
             rows = tuple(range(len(accepted)))
-            self.planner.record(RoundStats(plan, drafted, drafted, rows, tuple(accepted), seconds))
+            self.planner.record(RoundStats(plan, drafted, rows, tuple(accepted), seconds))
 
 
 # --- caches whose rows come and go ------------------------------------------------------------------------------------
