@@ -23,7 +23,7 @@ def test_shards_are_joined(tmp_path):
     assert len(checkpoint.tensors) == len(tensors) - 1  # t2d is implied
 
 
-@pytest.mark.parametrize("how", ["missing shard", "outside", "no index", "wrong shard", "empty"])
+@pytest.mark.parametrize("how", ["missing shard", "outside", "no index", "empty"])
 def test_broken_shards(tmp_path, how):
     sharded(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
@@ -32,8 +32,6 @@ def test_broken_shards(tmp_path, how):
         (tmp_path / "model-00002-of-00002.safetensors").unlink()
     elif how == "outside":
         content["weight_map"]["d2t"] = "../elsewhere.safetensors"
-    elif how == "wrong shard":
-        content["weight_map"]["d2t"] = "model-00002-of-00002.safetensors"
     elif how == "empty":
         content["weight_map"] = {}
     index.write_text(json.dumps(content))
@@ -43,7 +41,6 @@ def test_broken_shards(tmp_path, how):
         "missing shard": r"lacks the shards \['model-00002",
         "outside": "wanted names of safetensors files beside it",
         "no index": "no model.safetensors.index.json",
-        "wrong shard": r"puts \['d2t'\] in shards that do not hold them",
         "empty": "no weight_map",
     }
     with pytest.raises(CheckpointFormatError, match=messages[how]):

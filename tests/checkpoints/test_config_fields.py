@@ -153,7 +153,7 @@ def read_places(table: Layout) -> list[str]:
     """Dotted paths of all that a layout reads, apart from what it needs to be recognised."""
     places = [path for row in table.fields for path in row.paths]
     places += [path for path, _ in (*table.layer_ids, *OTHER_LAYER_IDS)]
-    return [*places, *(table.layer_config + key for key in OF_ROTATIONS_AND_WINDOWS), *table.demands]
+    return [*places, *(table.layer_config + key for key in OF_ROTATIONS_AND_WINDOWS)]
 
 
 # Its sizes: tests/drafter/test_latent.py. The rest of its table is the others'.

@@ -11,7 +11,6 @@ from .layouts import (
     expected_shapes,
     filled,
     packable_shapes,
-    published_weights,
 )
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "holds_drafter",
     "inspect_checkpoint",
     "packable_shapes",
-    "published_weights",
     "read_checkpoint",
     "require_head",
     "resolve_checkpoint",

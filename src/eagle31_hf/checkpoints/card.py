@@ -6,17 +6,17 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import huggingface_hub
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub import errors as hub
+from jinja2 import TemplateError
 
 from ..errors import PublishingError, first_line
-from .checkpoint import Checkpoint, CheckpointSummary, inspect_checkpoint, write_checkpoint
+from .checkpoint import Checkpoint, inspect_checkpoint, write_checkpoint
 from .config_json import TARGET_MODEL
 from .files import CONFIG_FILE, WEIGHTS_FILE, get_path, read_json
 from .layouts import default_format
@@ -54,7 +54,6 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
         CheckpointError: the folder holds no drafter.
     """
     summary, record = inspect_checkpoint(folder), _read_record(folder, license)
-    evidence, curve = _measured(record["stages"])
     data = ModelCardData(
         base_model=record["target"],
         base_model_relation="adapter",
@@ -63,22 +62,26 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
         pipeline_tag="text-generation",
         tags=[*_TAGS, "eagle3.1"] if summary.config.is_eagle31 else _TAGS,
     )
-    card = ModelCard.from_template(
-        data,
-        template_str="---\n{{ card_data }}\n---\n\n" + _TEMPLATE.read_text(encoding="utf-8"),
-        name=repository.rpartition("/")[2],
-        repository=repository,
-        target=record["target"],
-        summary=summary,
-        config=summary.config,
-        record=record,
-        vllm_line=vllm_command(record["target"], repository),
-        sglang_line="" if summary.format == "speculators" else sglang_command(record["target"], repository),
-        size=_size(summary.parameters),
-        aux=_aux(summary),
-        evidence=evidence,
-        curve=curve,
-    )
+    try:
+        card = ModelCard.from_template(
+            data,
+            template_str="---\n{{ card_data }}\n---\n\n" + _TEMPLATE.read_text(encoding="utf-8"),
+            repository=repository,
+            summary=summary,
+            config=summary.config,
+            record=record,
+            categories=list(
+                dict.fromkeys(name for stage in record["stages"] for name in stage.get("acceptance") or ())
+            ),
+            vllm_line=vllm_command(record["target"], repository),
+            sglang_line="" if summary.format == "speculators" else sglang_command(record["target"], repository),
+        )
+    except (TemplateError, AttributeError, TypeError) as error:
+        raise PublishingError(
+            f"{RECORD_FILE} holds stages whose acceptance or curve is none ({first_line(error)}); wanted rounds, "
+            "accepted, drafted_at and accepted_at by category, and points of tokens, acceptance_length and "
+            "standard_error"
+        ) from error
     return str(card)
 
 
@@ -114,51 +117,6 @@ def _read_record(folder: Path, license: str | None) -> dict[str, Any]:
     return stored
 
 
-def _measured(stages: list[Any]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Rows of the card's tables: everything measured by category and stage, and the learning curve."""
-    by_category: dict[str, list[dict[str, str]]] = {}
-    curve = []
-    try:
-        for stage in stages:
-            for category, counts in (stage.get("acceptance") or {}).items():
-                if (rounds := counts["rounds"]) > 0:
-                    length = (counts["accepted"] + rounds) / rounds
-                    pairs = zip(counts["accepted_at"], counts["drafted_at"], strict=True)
-                    positions = " ".join(f"{accepted / drafted:.2f}" for accepted, drafted in pairs if drafted)
-                    row = {"category": category, "drafter": str(stage["name"]), "length": f"{length:.3f}"}
-                    by_category.setdefault(category, []).append(row | {"positions": positions})
-            for point in stage.get("curve") or ():
-                length = f"{point['acceptance_length']:.3f} ± {point['standard_error']:.3f}"
-                curve.append({"stage": str(stage["name"]), "tokens": f"{point['tokens']:,}", "length": length})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PublishingError(
-            f"{RECORD_FILE} holds stages whose acceptance or curve is none ({type(error).__name__}: {error}); wanted "
-            "rounds, accepted, drafted_at and accepted_at by category, and points of tokens, acceptance_length and "
-            "standard_error"
-        ) from error
-    return [row for rows in by_category.values() for row in rows], curve
-
-
-def is_filled(text: str, folder: Path) -> bool:
-    """Whether a card is as it was filled for the drafter in `folder`, whichever repository and licence it names."""
-    named = re.search(r'from_pretrained\("(.+)", target=target\)', text)
-    if named is None or not (folder / RECORD_FILE).exists():
-        return False
-    license = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
-    return text == fill_card(folder, named[1], license=license)
-
-
-def _size(parameters: int) -> str:
-    return f"{parameters / 1e9:.2f} B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M parameters"
-
-
-def _aux(summary: CheckpointSummary) -> str:
-    config = summary.config
-    layers = "2, L/2 and L-3 of the target's L layers" if config.aux_layers is None else f"hs {config.aux_layers}"
-    norms = {"per_slot": "each normed (`fc_norm`)", "concatenated": "normed as one", "none": "not normed"}
-    return f"{layers}, {norms[config.aux_norm]}"
-
-
 def vllm_command(target: str, drafter: str) -> str:
     """`vllm serve` with a drafter; both are folders or Hub ids. This line has been run (docs/formats.md)."""
     speculative = {"method": "eagle3", "model": drafter, "num_speculative_tokens": DRAFT_TOKENS}
@@ -180,18 +138,13 @@ PUBLISHED_FILES = (CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, RECORD_FILE)
 """What is uploaded of a folder, and nothing beside it: checkpoints and texts of a run stay at home."""
 
 
-@dataclass(frozen=True)
-class Upload:
-    """What goes to `repo_id`: files of `folder` by name, and the card's text, which may not be in the folder yet."""
+class Upload(NamedTuple):
+    """What goes to `repo_id`: the bytes of each file of `folder`, and the card's text, which may not be there yet."""
 
     repo_id: str
     folder: Path
     card: str
-    files: tuple[str, ...]
-
-    def num_bytes(self, name: str) -> int:
-        """Size of one of `files`."""
-        return len(self.card.encode()) if name == CARD_FILE else (self.folder / name).stat().st_size
+    files: dict[str, int]
 
 
 def prepare_upload(folder: Path, repo_id: str, *, license: str | None = None) -> Upload:
@@ -210,14 +163,9 @@ def prepare_upload(folder: Path, repo_id: str, *, license: str | None = None) ->
         raise PublishingError(f"got repository {repo_id!r}; wanted a Hub id, owner/name ({error})") from error
     card = _card(folder, repo_id, license)
     check_card(card)
-    present = [name for name in PUBLISHED_FILES if name == CARD_FILE or (folder / name).is_file()]
-    if missing := [name for name in (CONFIG_FILE, WEIGHTS_FILE) if name not in present]:
+    files = {name: (folder / name).stat().st_size for name in PUBLISHED_FILES[1:] if (folder / name).is_file()}
+    if missing := [name for name in (CONFIG_FILE, WEIGHTS_FILE) if name not in files]:
         raise PublishingError(f"{folder} lacks {', '.join(missing)}; write the drafter there with save_pretrained")
-    _refuse_local_paths(folder)
-    return Upload(repo_id, folder, card, tuple(present))
-
-
-def _refuse_local_paths(folder: Path) -> None:
     config = read_json(folder / CONFIG_FILE)
     for place in (TARGET_MODEL, "speculators_config.verifier"):
         name = get_path(config, f"{place}.name_or_path")
@@ -226,12 +174,18 @@ def _refuse_local_paths(folder: Path) -> None:
                 f"{CONFIG_FILE} names its target by a path of this machine ({name}), which no other machine has; name "
                 "its Hub id: eagle31 convert FOLDER NEW_FOLDER --target OWNER/NAME"
             )
+    return Upload(repo_id, folder, card, {CARD_FILE: len(card.encode())} | files)
 
 
 def _card(folder: Path, repo_id: str, license: str | None) -> str:
     written = folder / CARD_FILE
     text = written.read_text(encoding="utf-8") if written.exists() else None
-    if text is None or is_filled(text, folder):
+    # As it was filled for some repository: filled anew for this one.
+    named = re.search(r'from_pretrained\("(.+)", target=target\)', text or "")
+    if text is not None and named is not None and (folder / RECORD_FILE).exists():
+        stated = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
+        text = None if text == fill_card(folder, named[1], license=stated) else text
+    if text is None:
         return fill_card(folder, repo_id, license=license)
     if license is not None:
         raise PublishingError(

@@ -53,7 +53,7 @@ def read_config_fields(layout: Layout, config: Mapping[str, Any], num_layers: in
     Raises:
         CheckpointFormatError: a required entry is missing, two contradict, or one states another network.
     """
-    _check_demands(layout, config)
+    _check_layers(layout, config)
     _check_layer_ids(config)
     fields = {row.name: _read_field(row, config) for row in layout.fields}
     missing = [row.stored for row in layout.fields if fields[row.name] is REQUIRED]
@@ -97,13 +97,7 @@ def _read_field(row: Field, config: Mapping[str, Any]) -> Any:
     return value
 
 
-def _check_demands(layout: Layout, config: Mapping[str, Any]) -> None:
-    for path, wanted in layout.demands.items():
-        if get_path(config, path) not in (wanted, None):
-            raise CheckpointFormatError(
-                f"config.json: {path} is {shown(get_path(config, path))}; only drafters with {wanted} can be read, "
-                "this one has another network"
-            )
+def _check_layers(layout: Layout, config: Mapping[str, Any]) -> None:
     model_type = get_path(config, f"{layout.layer_config}model_type")
     if layout.layer_config and model_type not in ("llama", "qwen3", None):
         raise CheckpointFormatError(

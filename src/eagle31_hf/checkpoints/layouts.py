@@ -61,7 +61,6 @@ class Layout:
         prefixes: pairs of canonical and stored name prefixes; everything else keeps its name.
         lacks: names of the facts (`_FACTS`) that it cannot express; `None`: it is read and not written.
         architecture, first_layer, constants: what is written: class, prefix of the first layer, entries without news.
-        demands: a file stating another value is another network.
         layer_config: dotted prefix of the Llama fields. target_model: dotted path of the target's name.
         needs_target: whether its loaders ask for the target's name, and read the embedding from the file alone.
         ignores_the_rest: its classes read these fields and no others: the rest of a config is the target's.
@@ -77,7 +76,6 @@ class Layout:
     architecture: str = ""
     first_layer: str = "midlayer."
     constants: Mapping[str, Any] = field(default_factory=dict)
-    demands: Mapping[str, Any] = field(default_factory=dict)
     layer_config: str = ""
     target_model: str = "target_model"
     needs_target: bool = False
@@ -210,11 +208,6 @@ _TABLE = (
             ("layers.0.input_layernorm.", "input_embeds_norm."),
             ("lm_head.", "eagle_lm_head."),
         ),
-        demands={
-            "eagle_config.use_input_layernorm_in_first_layer": True,
-            "eagle_config.use_last_layernorm": True,
-            "eagle_config.use_mtp_layernorm": False,
-        },
     ),
     Layout(
         name="specforge",
@@ -456,11 +449,3 @@ def packable_shapes(config: Eagle31Config) -> dict[str, tuple[int, int]]:
         above = shapes[module][0] if module in shapes else 0
         shapes[module] = (above + shape[0], shape[1])
     return shapes
-
-
-def published_weights(module: str) -> list[str]:
-    """Canonical names of the weights that the packed matrix `module` stands for."""
-    for fused, parts in FUSED_PROJECTIONS.items():
-        if module.endswith(fused):
-            return [f"{module.removesuffix(fused)}{part}.weight" for part in parts]
-    return [f"{module}.weight"]

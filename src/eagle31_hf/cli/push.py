@@ -30,9 +30,9 @@ def push(
     prepared = prepare_upload(folder, repository, license=license)
     console = make_console()
     table = Table(box=None, show_header=False)
-    for name in prepared.files:
-        table.add_row(name, f"{prepared.num_bytes(name):,} bytes")
-    record = {"repository": repository, "files": {name: prepared.num_bytes(name) for name in prepared.files}}
+    for name, size in prepared.files.items():
+        table.add_row(name, f"{size:,} bytes")
+    record = {"repository": repository, "files": prepared.files}
     if not really:
         console.print(Markdown(prepared.card.partition("\n---\n")[2]))
         console.print(f"\nwould be uploaded to {repository} (add --upload to do it):")

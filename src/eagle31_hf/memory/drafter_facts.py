@@ -15,7 +15,6 @@ from ..checkpoints import (
     filled,
     inspect_checkpoint,
     packable_shapes,
-    published_weights,
     require_head,
     resolve_checkpoint,
     target_holds_head,
@@ -166,10 +165,10 @@ def drafter_facts(config: Eagle31Config, element_bytes: int, *, copies_rows: boo
     draft_vocab = filled(config.draft_vocab_size)
     aux_width = config.num_aux_hidden_states * filled(config.target_hidden_size)
     packable = packable_shapes(config)
-    counted_apart = {weight for module in packable for weight in published_weights(module)}
-    counted_apart |= {"embed_tokens.weight", "lm_head.weight", "d2t"}
-    shapes = expected_shapes(config)
+    embedding_elements = config.vocab_size * config.hidden_size if config.own_embedding else 0
     reduced = draft_vocab < config.vocab_size
+    elements = sum(math.prod(shape) for name, shape in expected_shapes(config).items() if name != "d2t")
+    counted_apart = sum(math.prod(shape) for shape in packable.values()) + embedding_elements
     latent = config.is_latent
     decoder = DecoderShape(
         hidden_size=config.hidden_size,
@@ -189,8 +188,8 @@ def drafter_facts(config: Eagle31Config, element_bytes: int, *, copies_rows: boo
         shape=DrafterShape(decoder, aux_width, draft_vocab),
         linears=tuple(size for name, size in packable.items() if name != "lm_head"),
         head=(draft_vocab, config.hidden_size) if config.own_lm_head or reduced else None,
-        embedding_elements=config.vocab_size * config.hidden_size if config.own_embedding else 0,
-        plain_elements=sum(math.prod(shape) for name, shape in shapes.items() if name not in counted_apart),
+        embedding_elements=embedding_elements,
+        plain_elements=elements - counted_apart,
         fixed_bytes=(8 * draft_vocab if reduced else 0) + 2 * 4 * (head_dim // 2),
     )
 
