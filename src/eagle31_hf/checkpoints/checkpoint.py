@@ -23,7 +23,6 @@ from torch import Tensor
 from ..config import Eagle31Config
 from ..errors import CheckpointFormatError, ConfigurationError
 from .checks import (
-    FLOAT_DTYPES,
     check_rope,
     check_tensor_infos,
     check_values,
@@ -31,7 +30,7 @@ from .checks import (
     check_vocabulary_map,
 )
 from .config_json import StoredConfig, read_config_fields, refuse_unread_fields, write_config_fields
-from .files import CONFIG_FILE, StoredTensors, TensorInfo, open_tensors, read_json, replace_checkpoint
+from .files import CONFIG_FILE, FLOAT_DTYPES, StoredTensors, TensorInfo, open_tensors, read_json, replace_checkpoint
 from .hub import refuse_other_contents, resolve_checkpoint
 from .layouts import (
     LATENT_SIZES,
@@ -175,11 +174,14 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
         CheckpointError: it cannot be written there; what was there stays.
     """
     if checkpoint.config.model_type == SAVED:
-        return _write_head(checkpoint, Path(folder), format)
+        if format != "mtp":
+            raise ConfigurationError(f"an MTP head cannot be written as {format}; its layout is mtp")
+        _check_loaded(checkpoint.config, checkpoint.tensors)
+        return write_head(Path(folder), checkpoint.config, checkpoint.tensors)
     layout = written_layout(format)
     config, tensors = checkpoint.config, checkpoint.tensors
     check_expressible(layout, config)
-    check_tensor_infos(config, {name: _info(tensor) for name, tensor in tensors.items()})
+    check_tensor_infos(config, {name: TensorInfo.of(tensor) for name, tensor in tensors.items()})
     _check_loaded(config, tensors)
     written = write_config_fields(layout, config, checkpoint.metadata)
     written["torch_dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
@@ -188,13 +190,6 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
         stored["d2t"] = stored["d2t"].cpu().long()
         stored["t2d"] = _draft_vocabulary_mask(stored["d2t"], config.vocab_size)
     replace_checkpoint(Path(folder), written, stored)
-
-
-def _write_head(checkpoint: Checkpoint, folder: Path, format: str) -> None:
-    if format != "mtp":
-        raise ConfigurationError(f"an MTP head cannot be written as {format}; its layout is mtp")
-    _check_loaded(checkpoint.config, checkpoint.tensors)
-    write_head(folder, checkpoint.config, checkpoint.tensors)  # type: ignore[arg-type]
 
 
 def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | None = None) -> CheckpointSummary:
@@ -404,10 +399,6 @@ def _check_loaded(config: Eagle31Config, tensors: Mapping[str, Tensor]) -> None:
     check_values(tensors)
     if "d2t" in tensors:
         check_vocabulary_map(tensors["d2t"].cpu(), tensors.get("t2d"), config.vocab_size)
-
-
-def _info(tensor: Tensor) -> TensorInfo:
-    return TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def _draft_vocabulary_mask(d2t: Tensor, vocab_size: int) -> Tensor:

@@ -38,6 +38,7 @@ MOST_BYTES = 32 << 20
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool",
            "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"}  # fmt: skip
+FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -103,6 +104,10 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorInfo:
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
@@ -207,10 +212,7 @@ def _open_pickle(path: Path) -> StoredTensors:
                 f"{path}: {shown(name)} is not stored as it is used (sparse, nested, on another device, or one value "
                 "said many times); wanted plain tensors: save a state dict of dense tensors on CPU"
             )
-    infos = {
-        name: TensorInfo(tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in content.items()
-    }
-    return StoredTensors(infos, (path,), {}, content)
+    return StoredTensors({name: TensorInfo.of(value) for name, value in content.items()}, (path,), {}, content)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -22,7 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from ..config import MtpConfig
+from ..config import Eagle31Config, MtpConfig
 from ..errors import CheckpointFormatError
 from .files import (
     CONFIG_FILE,
@@ -322,7 +322,7 @@ def head_files(folder: Path) -> list[str]:
     return [*sorted(_named_files(folder, family.pattern(raw_config))), HEAD_FILE, TOKENIZER_FILE]
 
 
-def write_head(folder: Path, config: MtpConfig, tensors: Mapping[str, Tensor]) -> None:
+def write_head(folder: Path, config: Eagle31Config, tensors: Mapping[str, Tensor]) -> None:
     """Write a head into `folder` by itself; tensors by our names.
 
     Raises:

@@ -4,77 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointFormatError
-from .files import TensorInfo, get_path
+from .files import FLOAT_DTYPES, TensorInfo, get_path
 
 Tensors = Mapping[str, TensorInfo]
 _WANTED = "wanted an EAGLE-3 or EAGLE 3.1 drafter"
 _SHOWN = 4  # tensor names in one message
 # What packers store beside a matrix: compressed-tensors, FP8, GPTQ, AWQ, bitsandbytes.
 _PACKED_PARTS = r"\.(weight_(scale|packed|shape|zero_point)\w*|input_scale|q?scales|qweight|qzeros|g_idx|absmax)$"
-
-
-@dataclass(frozen=True)
-class _Method:
-    """What a checkpoint is, and by which of these it is recognised; patterns are searched for.
-
-    Attributes:
-        kind: in its architectures, `model_type` and `speculators_model_type`, lower-cased.
-        keys: of the config, where its tensors do not say that it is EAGLE-3's.
-        tensors: in the names of its tensors.
-        holds: a test of config and tensors.
-    """
-
-    what: str
-    advice: str = _WANTED
-    kind: str = ""
-    keys: tuple[str, ...] = ()
-    tensors: str = ""
-    holds: Callable[[Mapping[str, Any], Tensors], bool] = lambda config, tensors: False
-
-    def is_of(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
-        kinds = [*(config.get("architectures") or ()), config.get("model_type"), config.get("speculators_model_type")]
-        # EAGLE-3's first layer reads rows twice as wide as `fc` writes, `[embedding ; hidden]`.
-        is_eagle_3 = 2 * _fc_shape(tensors)[0] in _widths_read(tensors)
-        return bool(
-            (self.kind and re.search(self.kind, " ".join(map(str, kinds)).lower()))
-            or (not is_eagle_3 and any(config.get(key) is not None for key in self.keys))
-            or (self.tensors and _any_name(tensors, self.tensors))
-            or self.holds(config, tensors)
-        )
-
-
-def refuse_other_methods(config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Names a checkpoint of another method instead of listing its tensors as wrong.
-
-    Raises:
-        CheckpointFormatError: this is not an EAGLE-3 / 3.1 drafter, or its weights are quantised.
-    """
-    for method in _METHODS:
-        if method.is_of(config, tensors):
-            raise CheckpointFormatError(f"this checkpoint is {method.what}; {method.advice}")
-    if not _any_name(tensors, r"(^|\.)fc\.weight$|hidden_norm\.|layers?\."):
-        architectures = " ".join(map(str, config.get("architectures") or ()))
-        raise CheckpointFormatError(
-            f"this checkpoint holds no drafter that is known here (its tensors: "
-            f"{', '.join(sorted(tensors)[:_SHOWN]) or 'none'}; its architecture: {architectures or 'not stated'}); "
-            f"{_WANTED}"
-        )
-    if config.get("quantization_config") and _are_packed(tensors):
-        raise CheckpointFormatError(
-            "this drafter's weights are quantised (config.json has quantization_config); wanted float weights. Take "
-            "the unquantised release and pass quantization_config= to pack it while it is loaded"
-        )
-
-
-def _are_packed(tensors: Tensors) -> bool:
-    """Whether some matrix is stored packed. A `quantization_config` beside float weights was copied from the target."""
-    maps = ("d2t", "t2d", "draft_id_to_target_id")
-    kinds = {info.dtype for name, info in tensors.items() if name not in maps}
-    return not kinds <= {"float64", "float32", "float16", "bfloat16"} or _any_name(tensors, _PACKED_PARTS)
 
 
 def _any_name(names: Collection[str], pattern: str) -> bool:
@@ -93,10 +32,9 @@ def _widths_read(tensors: Tensors) -> set[int]:
     return {info.shape[1] for name, info in tensors.items() if query.match(name) and len(info.shape) == 2}
 
 
-def _is_eagle_1_or_2(config: Mapping[str, Any], tensors: Tensors) -> bool:
-    fused, read = _fc_shape(tensors)
-    two_wide = read == 2 * fused > 0 and not _any_name(tensors, r"hidden_norm\.")  # [embedding ; hidden] -> H
-    return two_wide or get_path(config, "eagle_config.use_aux_hidden_state") is False
+def _is_block_diffusion(config: Mapping[str, Any], tensors: Tensors) -> bool:
+    """States of the target are its context, so its layers read rows as wide as `fc` writes."""
+    return "hidden_norm.weight" in tensors and _widths_read(tensors) == {_fc_shape(tensors)[0]}
 
 
 def _is_parallel(config: Mapping[str, Any], tensors: Tensors) -> bool:
@@ -105,21 +43,48 @@ def _is_parallel(config: Mapping[str, Any], tensors: Tensors) -> bool:
     return any(config.get(mark) not in (None, False) for mark in marks)
 
 
-# First match wins.
-_METHODS = (
+def _is_eagle_1_or_2(config: Mapping[str, Any], tensors: Tensors) -> bool:
+    fused, read = _fc_shape(tensors)
+    two_wide = read == 2 * fused > 0 and not _any_name(tensors, r"hidden_norm\.")  # [embedding ; hidden] -> H
+    return two_wide or get_path(config, "eagle_config.use_aux_hidden_state") is False
+
+
+def _is_language_model(config: Mapping[str, Any], tensors: Tensors) -> bool:
+    layers = r"layers\.\d+\.(self_attn|linear_attn|mixer|mamba|conv)\.|transformer\.h\."
+    return _any_name(tensors, layers) and not _any_name(tensors, r"(^|\.)fc\.weight$|hidden_norm\.")
+
+
+class _Method(NamedTuple):
+    """What a checkpoint is, what to do, and by which of these it is recognised; patterns are searched for.
+
+    Attributes:
+        kind: in its architectures, `model_type` and `speculators_model_type`, lower-cased.
+        keys: of the config, where its tensors do not say that it is EAGLE-3's.
+        tensors: in the names of its tensors.
+        holds: a test of config and tensors.
+    """
+
+    what: str
+    advice: str = _WANTED
+    kind: str = ""
+    keys: tuple[str, ...] = ()
+    tensors: str = ""
+    holds: Callable[[Mapping[str, Any], Tensors], bool] = lambda config, tensors: False
+
+
+_METHODS = (  # the first that fits
     _Method(
         "an assistant that transformers runs itself (Gemma 4's multi-token prediction and its like)",
         "load it with AutoModelForCausalLM.from_pretrained and pass it as assistant_model= to generate; this package "
         "has no part in that",
         kind="assistant",
-        holds=lambda c, t: {"pre_projection.weight", "post_projection.weight"} <= t.keys(),
+        tensors=r"^pre_projection\.weight$",
     ),
     _Method(
         "a DFlash / DSpark block-diffusion drafter",
         kind="dflash|dspark|domino|jetspec",
         keys=("dflash_config", "dspark_config", "target_layer_ids"),
-        # States of the target are its context, so its layers read rows as wide as `fc` writes.
-        holds=lambda c, t: "hidden_norm.weight" in t and _widths_read(t) == {_fc_shape(t)[0]},
+        holds=_is_block_diffusion,
     ),
     _Method(
         "a P-EAGLE parallel drafter",
@@ -152,10 +117,7 @@ _METHODS = (
     _Method(
         "a whole language model, not a drafter",
         "pass this model as the target (--target, target=…) and its drafter here (were the two swapped?)",
-        holds=lambda c, t: (
-            _any_name(t, r"layers\.\d+\.(self_attn|linear_attn|mixer|mamba|conv)\.|transformer\.h\.")
-            and not _any_name(t, r"(^|\.)fc\.weight$|hidden_norm\.")
-        ),
+        holds=_is_language_model,
     ),
     _Method(
         "an EAGLE-3 drafter with Gemma's decoder layer (norms behind attention and MLP)",
@@ -174,3 +136,37 @@ _METHODS = (
         tensors=r"\.mlp\.((shared_)?experts?\.|gate\.weight$|router\.)|\.block_sparse_moe\.",
     ),
 )
+
+
+def refuse_other_methods(config: Mapping[str, Any], tensors: Tensors) -> None:
+    """Names a checkpoint of another method instead of listing its tensors as wrong.
+
+    Raises:
+        CheckpointFormatError: this is not an EAGLE-3 / 3.1 drafter, or its weights are quantised.
+    """
+    architectures = " ".join(map(str, config.get("architectures") or ()))
+    kinds = f"{architectures} {config.get('model_type')} {config.get('speculators_model_type')}".lower()
+    # EAGLE-3's first layer reads rows twice as wide as `fc` writes, `[embedding ; hidden]`.
+    is_eagle_3 = 2 * _fc_shape(tensors)[0] in _widths_read(tensors)
+    for method in _METHODS:
+        if (
+            (method.kind and re.search(method.kind, kinds))
+            or (not is_eagle_3 and any(config.get(key) is not None for key in method.keys))
+            or (method.tensors and _any_name(tensors, method.tensors))
+            or method.holds(config, tensors)
+        ):
+            raise CheckpointFormatError(f"this checkpoint is {method.what}; {method.advice}")
+    if not _any_name(tensors, r"(^|\.)fc\.weight$|hidden_norm\.|layers?\."):
+        raise CheckpointFormatError(
+            f"this checkpoint holds no drafter that is known here (its tensors: "
+            f"{', '.join(sorted(tensors)[:_SHOWN]) or 'none'}; its architecture: {architectures or 'not stated'}); "
+            f"{_WANTED}"
+        )
+    # A `quantization_config` beside float weights was copied from the target.
+    maps = ("d2t", "t2d", "draft_id_to_target_id")
+    are_floats = all(info.dtype in FLOAT_DTYPES for name, info in tensors.items() if name not in maps)
+    if config.get("quantization_config") and (not are_floats or _any_name(tensors, _PACKED_PARTS)):
+        raise CheckpointFormatError(
+            "this drafter's weights are quantised (config.json has quantization_config); wanted float weights. Take "
+            "the unquantised release and pass quantization_config= to pack it while it is loaded"
+        )

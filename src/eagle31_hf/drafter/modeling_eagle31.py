@@ -28,9 +28,10 @@ from transformers import Cache, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
+from ..checkpoints.checks import check_tensor_infos
+from ..checkpoints.files import TensorInfo
 from ..checkpoints.layouts import FUSED_PROJECTIONS, packable_shapes
 from ..config import Eagle31Config
-from ..errors import CheckpointFormatError
 from ..targets.grouped_attention import grouped_attention
 from .packed_linear import KeepsBufferDtypes
 
@@ -349,13 +350,7 @@ class Eagle31Network(PreTrainedModel):
             CheckpointFormatError: tensors are missing, spare or of another shape; nothing was loaded.
         """
         wanted = {name: tuple(tensor.shape) for name, tensor in self.canonical_tensors().items()}
-        got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if wanted != got:
-            raise CheckpointFormatError(
-                f"tensors do not fit the configuration: missing {sorted(wanted.keys() - got.keys())}, spare "
-                f"{sorted(got.keys() - wanted.keys())}, of another shape "
-                f"{[f'{n}: got {got[n]}, wanted {wanted[n]}' for n in wanted if n in got and wanted[n] != got[n]]}"
-            )
+        check_tensor_infos(self.config, {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, wanted)
         state: dict[str, Tensor] = {}
         for name in self.state_dict():
             parts = [tensors[part] for part in self.published_names(name)]
