@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from eagle31_hf.cli import progress
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from eagle31_hf.loop.kept_folder import CACHE_VARIABLE
+from eagle31_hf.graphs.ahead.kept import CACHE_VARIABLE
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.stats import PhaseClock
 from helpers import SHARED

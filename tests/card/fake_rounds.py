@@ -20,6 +20,7 @@ from eagle31_hf.drafter import assistant
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.graphs.captured import CapturesSteps
 from eagle31_hf.loop.decoder import SpeculativeDecoder
+from eagle31_hf.loop.pair import current_graphs
 from eagle31_hf.loop.request import DecodingRequest
 from eagle31_hf.loop.text import Sequences, StopRules
 from eagle31_hf.sampling.logits_processing import ScoreProcessing
@@ -129,7 +130,7 @@ def write(counting: Counting, drafter: Eagle31Drafter, text: Text, rounds: int) 
         shape=text.shape,
         do_sample=text.do_sample,
         prefill_chunk=text.chunk,
-        graph_maker=CapturesSteps(counting.capture) if text.captured else None,
+        graphs=current_graphs(drafter).made_by(CapturesSteps(counting.capture)) if text.captured else None,
     )
     written = Written()
     with drafter.binding.masked_attention():

@@ -18,9 +18,9 @@ from eagle31_hf.cache import graph_sizes
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.drafting import planner
 from eagle31_hf.generate.warm_up import warm_up
+from eagle31_hf.graphs.ahead import kept as kept_folder
 from eagle31_hf.graphs.ahead import packages
 from eagle31_hf.graphs.ahead.compiler_processes import CompilerProcesses
-from eagle31_hf.loop import kept_folder
 from eagle31_hf.loop.pair import Pair
 from helpers import GROUPED, left_padded, random_drafter, random_prompts, random_target
 

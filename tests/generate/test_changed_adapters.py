@@ -17,7 +17,8 @@ from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.drafting import planner
 from eagle31_hf.generate.warm_up import warm_up
 from eagle31_hf.graphs import captured
-from eagle31_hf.loop import kept_folder, kept_graphs
+from eagle31_hf.graphs.ahead import kept as kept_folder
+from eagle31_hf.loop import kept_graphs
 from helpers import GROUPED, random_drafter, random_target
 from recorder import record_operations
 

@@ -45,9 +45,10 @@ from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generate import warm_up as warm_up_module
 from eagle31_hf.generate.warm_up import prompt_lengths, warm_up
 from eagle31_hf.graphs import graphs
+from eagle31_hf.graphs.ahead import kept as kept_folder
 from eagle31_hf.graphs.ahead import packages
 from eagle31_hf.graphs.ahead.compiler_processes import CompilerProcesses
-from eagle31_hf.loop import kept_folder, kept_graphs
+from eagle31_hf.graphs.seen_state import ModelState
 from eagle31_hf.loop.decoder import SpeculativeDecoder
 from eagle31_hf.loop.pair import Pair
 from helpers import configured
@@ -111,8 +112,8 @@ def test_switching_between_rounds_writes_the_plain_text(
 
     def step_and_switch(self: SpeculativeDecoder) -> None:
         step(self)
-        used.add(self.maker is not None)
-        self.use_graphs(self.request.graph_maker if dice.random() < 0.5 else None)
+        used.add(self.graphs is not None)
+        self.use_graphs(self.request.graphs if dice.random() < 0.5 else None)
 
     monkeypatch.setattr(SpeculativeDecoder, "step", step_and_switch)
     for seed in range(4):
@@ -327,7 +328,7 @@ def change_a_weight(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def come_from_another_machine(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_graphs, "_processor", lambda: ("another CPU",))
+    monkeypatch.setattr(kept_folder, "_processor", lambda: ("another CPU",))
 
 
 def change_a_scalar_of_the_target(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +442,7 @@ def test_what_others_may_write_is_not_loaded(
 
 
 def folder_of(pair: Eagle31Drafter) -> Path:
-    return kept_graphs.pair_folder(pair, kept_graphs.network_of(pair))
+    return kept_folder.pair_folder(pair, ModelState(pair.binding.model))
 
 
 def test_a_hook_tells_targets_apart(pair: Eagle31Drafter) -> None:
@@ -559,7 +560,7 @@ def test_compiled_packages(
     and more. A round's end does what the drafter's other graphs do."""
     monkeypatch.undo()
     monkeypatch.setattr(graphs, "FROZEN_BYTES", largest_held)
-    monkeypatch.setattr(kept_graphs.CompilesAhead, "can_make", lambda _, key: key.kind in compiled and key.size > 1)
+    monkeypatch.setattr(kept_folder.CompilesAhead, "can_make", lambda _, key: key.kind in compiled and key.size > 1)
     monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(tmp_path))
     pair = make_pair(draft_vocab_size=40)
     assert {key.kind for key in warm_up(pair, tokens=100, **how)} == compiled

@@ -26,7 +26,7 @@ from kept_pairs import (
 
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.graphs import graphs
-from eagle31_hf.loop import kept_folder
+from eagle31_hf.graphs.ahead import kept as kept_folder
 from eagle31_hf.loop.pair import Pair
 
 

@@ -15,8 +15,8 @@ from transformers import DynamicCache
 from eagle31_hf import NoDrafter
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, UnsupportedGenerationError
 from eagle31_hf.generate.warm_up import warm_up
+from eagle31_hf.graphs.ahead import kept as kept_folder
 from eagle31_hf.loop import decoder as decoders
-from eagle31_hf.loop import kept_folder
 from eagle31_hf.loop.kept_graphs import compiling_ahead
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.text import Sequences

@@ -24,7 +24,6 @@ from transformers.models.llama import modeling_llama
 from adapter_changes import CHANGES, adapted, peft
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.graphs.seen_state import ModelState
-from eagle31_hf.loop.kept_graphs import code_of_others
 from families import RECURRENT_FAMILIES, TEXT_FAMILIES, recurrent_target
 from helpers import CONFIGS, random_target
 
@@ -270,8 +269,8 @@ def test_code_of_others_for_the_whole_process_is_told_from_that_of_libraries(cha
     model = random_target(CONFIGS["llama"]())
     with FOR_THE_PROCESS[change]():
         after = ModelState(model)
-        assert code_of_others(after)
-        assert bool(after.hooks or after.autocast) == bool(code_of_others(after, recorded=True))
+        assert after.why_no_graph()
+        assert bool(after.hooks or after.autocast) == bool(after.why_no_graph(recorded=True))
 
 
 @pytest.mark.parametrize("family", [*TEXT_FAMILIES, *RECURRENT_FAMILIES])

@@ -96,7 +96,7 @@ def _request(
         processing=call.processing,
         shape=drafts.shape,
         policy=drafts.planner,
-        graph_maker=drafts.graphs,
+        graphs=drafts.graphs,
         prompts=prompt_forward(call, padding),
         do_sample=bool(call.generation_config.do_sample),
         prefill_chunk=config.prefill_chunk_size or call.drafter.generation_config.prefill_chunk_size,

@@ -16,7 +16,6 @@ from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
 from ..graphs.captured import CAPTURES
 from ..graphs.steps import GraphKey
-from ..loop.kept_folder import setting_of
 from ..loop.kept_graphs import compiling_ahead, refusal, why_unsuited
 from ..loop.meet_graphs import meet_graphs
 from ..loop.pair import Pair, current_graphs, last_graphs
@@ -121,9 +120,9 @@ def warm_up_for(call: Call, shape: DraftShape) -> str:
         return "steps are not compiled: graphs for a CPU serve single rows"
     sampling = bool(call.generation_config.do_sample), call.processing.draft_warping.key
     bucket = graph_sizes.slot_bucket(call.longest_text)
-    wanted = setting_of(drafter), shape, sampling, bucket
     with _one_at_a_time:
         graphs = current_graphs(drafter)
+        wanted = torch.get_num_threads(), shape, sampling, bucket
         if wanted in graphs.warmed:
             return ""
         settings = {known for _, _, known, _ in graphs.warmed}
@@ -132,7 +131,7 @@ def warm_up_for(call: Call, shape: DraftShape) -> str:
                 f"steps are not compiled: texts have waited for graphs of {len(settings)} ways to choose tokens, and "
                 "this one's is another; `eagle31 warmup` makes graphs for it"
             )
-        if why := refusal(drafter, graphs):
+        if why := refusal(drafter):
             return f"steps are not compiled: {why}"
         logger.warning("eagle31: what graphs this text lacks are compiled first, which takes minutes; they are kept")
         try:

@@ -50,7 +50,6 @@ class CapturesSteps(GraphMaker):
     capture: Capture
     failure = "capturing failed"
     exact_sizes = True
-    weights_seen = True  # to know whether it may
 
     def can_make(self, key: GraphKey) -> bool:
         return True

@@ -63,6 +63,20 @@ class ModelState:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def why_no_graph(self, *, recorded: bool = False) -> str:
+        """Why a graph could not stand for what this model does; empty if it can.
+
+        Args:
+            recorded: by this process, which would notice if a function were exchanged; a hook it would not run again.
+        """
+        if self.autocast:  # a recording would read weights that were cast for it and are gone
+            return f"autocast is on ({self.autocast}), and graphs compute in the dtype of the weights"
+        if self.hooks:
+            return f"a hook of somebody else's code sees the target ({self.hooks[0]}), and graphs would not run it"
+        if self.replaced and not recorded:
+            return f"the target computes by somebody else's code ({self.replaced[0]}), which graphs on disk cannot know"
+        return ""
+
     def _look_at(self, module: nn.Module) -> None:
         kind: Any = type(module)
         held, plain = vars(module), PLAIN

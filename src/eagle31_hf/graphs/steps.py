@@ -50,13 +50,11 @@ class GraphMaker:
 
     Attributes:
         exact_sizes: making one takes so little that blocks are not padded to sizes that many rounds share.
-        weights_seen: for this generation, the pair's weights were compared with those of its graphs already.
         failure: what is said where it could not make one.
     """
 
     failure = ""
     exact_sizes = False
-    weights_seen = False
 
     def can_make(self, key: GraphKey) -> bool:
         """Whether it has, or would make, the graph of `key`; the same throughout a generation."""

@@ -21,14 +21,13 @@ from torch import Tensor
 from ..drafter.assistant import Assistant
 from ..drafting.draft_tree import DraftTree
 from ..drafting.plan import DraftPlan, RoundState, RoundStats
-from ..graphs.steps import GraphMaker
+from ..graphs.graphs import Graphs
 from ..sampling.draw import NOT_PLAIN, choose
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..targets.binding import TargetBinding
 from .accept import Accepted, sync_accepted
 from .carried_cache import BEFORE_THE_ANSWER
 from .choosing import RoundBatch
-from .pair import last_graphs
 from .pair_caches import PairCaches
 from .prefill import ChunkedPrefill, PrefillState
 from .request import DecodingRequest
@@ -56,7 +55,7 @@ class SpeculativeDecoder:
     Attributes:
         rows: which row of the texts each row of the caches is; empty once all have ended.
         round: drafts, verifies, accepts and commits.
-        maker: where its graphs come from; `None`: it is eager code. See `use_graphs`.
+        graphs: that compute it; `None`: eager code does. See `use_graphs`.
         largest: the largest draft that policies are offered.
         chunk: prompt columns per target forward.
         stage: where a step is; after a failure, where it happened.
@@ -73,7 +72,7 @@ class SpeculativeDecoder:
         prompt = self.sequences.prompts.shape[1] - request.start.skip  # columns still to be read
         self.chunk = min(request.prefill_chunk or prompt, prompt)
         self.reading: PrefillState | None = None
-        self.maker = request.graph_maker
+        self.graphs = request.graphs
         self._streamed = [0] * len(self.rows)  # new tokens of each row of the batch that were shown
         self.round = self._rounds_over(self._new_caches(len(self.rows)))
 
@@ -81,9 +80,9 @@ class SpeculativeDecoder:
     def caches(self) -> PairCaches:
         return self.round.caches
 
-    def use_graphs(self, maker: GraphMaker | None) -> None:
-        """Go on with graphs of this maker, or without any, over the same caches. Between two steps."""
-        self.maker = maker
+    def use_graphs(self, graphs: Graphs | None) -> None:
+        """Go on with these graphs, or without any, over the same caches. Between two steps."""
+        self.graphs = graphs
         self.round = self._rounds_over(self.caches)
 
     def renew_caches(self, batch_size: int, *, with_drafter: bool) -> None:
@@ -96,24 +95,24 @@ class SpeculativeDecoder:
         self.round = self._rounds_over(caches)
 
     def _rounds_over(self, caches: PairCaches) -> Round:
-        return Round(self.drafter, caches, self.request, self.clock, self.maker)
+        return Round(self.drafter, caches, self.request, self.clock, self.graphs)
 
     def _new_caches(self, batch_size: int) -> PairCaches:
         cache_type = self.request.stats.cache_type = self.drafter.generation_config.stored_cache_type
-        captures = self.maker is not None and self.maker.exact_sizes
+        captures = self.graphs is not None and self.graphs.maker.exact_sizes
         caches = PairCaches.make(
             self.drafter,
             self.largest,
             batch_size=batch_size,
             length=self.request.start.before_prompts + self.sequences.rules.max_length,
             chunk=self.chunk,
-            for_graphs=self.maker is not None,
+            for_graphs=self.graphs is not None,
             exact_sizes=captures,
             cache_type=cache_type,
             device=self.sequences.prompts.device,
         )
-        if captures:
-            caches.write_in(last_graphs(self.drafter).kept)
+        if self.graphs is not None and captures:
+            caches.write_in(self.graphs.kept)
         return caches
 
     @contextmanager

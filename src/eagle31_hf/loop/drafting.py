@@ -20,10 +20,10 @@ from ..drafting.planner import Planner
 from ..drafting.rates import FIRST_RATE
 from ..drafting.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, LONGEST_STEERED, USUAL_TREE, DraftShape
 from ..graphs.captured import CAPTURES
-from ..graphs.steps import GraphMaker
+from ..graphs.graphs import Graphs
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import DraftEvent, SpeculationStats
-from .kept_graphs import captured_graphs, graph_maker, why_given_up
+from .kept_graphs import captured_graphs, graphs_for, why_given_up
 from .pair import Pair
 
 FEWEST_LEVELS = 3
@@ -37,13 +37,13 @@ class Drafting:
     Attributes:
         shape: the largest draft of a round; caches are made for it.
         planner: decides before each round, and is told what became of it.
-        graphs: where graphs of rounds come from; `None`: rounds are eager.
+        graphs: that compute rounds; `None`: rounds are eager.
         why: why there are no graphs though they could be had; empty if nothing keeps them away.
     """
 
     shape: DraftShape
     planner: Planner
-    graphs: GraphMaker | None
+    graphs: Graphs | None
     why: str = ""
 
 
@@ -71,15 +71,15 @@ def drafting(
     if stats is not None and drafter.binding.has_states and (drafter.generation_config.asked_top_k or 1) > 1:
         stats.fall_back("trees are drafted as chains of their depth where layers of the target keep states")
     shape = draft_shape(drafter, rows=rows, sampled=sampled, depth=depth, by_graphs=True)
-    maker = graph_maker(drafter, shape, processing, rows=rows, sampled=sampled, new_tokens=new_tokens)
-    if maker is None:
+    graphs = graphs_for(drafter, shape, processing, rows=rows, sampled=sampled, new_tokens=new_tokens)
+    if graphs is None:
         shape = draft_shape(drafter, rows=rows, sampled=sampled, depth=depth, by_graphs=False)
         if drafter.generation_config.num_assistant_tokens_schedule == "pid" and not shape.is_tree:
             shape = replace(shape, depth=max(shape.depth, LONGEST_STEERED))
     planner = planner_of(
-        drafter, shape, by_graphs=maker is not None, start=depth, on_event=None if stats is None else _teller(stats)
+        drafter, shape, by_graphs=graphs is not None, start=depth, on_event=None if stats is None else _teller(stats)
     )
-    return Drafting(shape, planner, maker, why_given_up(drafter) if maker is None else "")
+    return Drafting(shape, planner, graphs, why_given_up(drafter) if graphs is None else "")
 
 
 def draft_shape(

@@ -15,7 +15,7 @@ from ..drafting.shape import DraftShape
 from ..sampling.logits_processing import ScoreProcessing
 from .decoder import SpeculativeDecoder
 from .drafting import draft_shape
-from .pair import Pair
+from .pair import Pair, current_graphs
 from .request import DecodingRequest
 from .text import Sequences, StopRules
 
@@ -57,6 +57,7 @@ def meet_graphs(
     drafted = DraftPlan(shape) if isinstance(drafter, Eagle31Drafter) else looked_up
     plans = rest, looked_up, drafted, drafted, looked_up, drafted, rest, drafted
     config: Any = drafter.binding.text_config
+    ahead = Pair.of(drafter).ahead
     for context in contexts:
         ids = (torch.arange(context)[None] * 7 % config.vocab_size).to(drafter.binding.input_device)
         request = DecodingRequest(
@@ -65,7 +66,7 @@ def meet_graphs(
             shape=shape,
             policy=InTurn(*plans),
             do_sample=sampled,
-            graph_maker=Pair.of(drafter).ahead,
+            graphs=None if ahead is None else current_graphs(drafter).made_by(ahead),
         )
         with torch.no_grad(), torch.random.fork_rng(), drafter.binding.masked_attention():
             decoder = SpeculativeDecoder(drafter, request)

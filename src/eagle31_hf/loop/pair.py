@@ -16,14 +16,12 @@ class Pair:
 
     Attributes:
         costs: of rounds, as this process has timed them: by graphs or not, by shape, by rows.
-        folder_names: of its kept graphs, by the pair's state (`kept_graphs.pair_folder`).
         graphs: those that were last asked for; `None` before, and once memory ran out.
         ahead: compiles graphs ahead while `kept_graphs.compiling_ahead` is open.
     """
 
     def __init__(self) -> None:
         self.costs: dict[Hashable, RoundCosts] = {}
-        self.folder_names: dict[Hashable, str] = {}
         self.graphs: Graphs | None = None
         self.ahead: GraphMaker | None = None
 

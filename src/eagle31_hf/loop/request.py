@@ -11,7 +11,7 @@ from ..drafting.costs import RoundCosts
 from ..drafting.plan import DraftPolicy
 from ..drafting.planner import Planner
 from ..drafting.shape import DraftShape
-from ..graphs.steps import GraphMaker
+from ..graphs.graphs import Graphs
 from ..sampling.callers_code import CallersCode
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
@@ -39,7 +39,7 @@ class DecodingRequest:
         keep_scores, keep_logits: collect processed / raw scores of every written token.
         start: what the caches hold already.
         end: takes the caches of rows that have ended; `None` if nobody wants them.
-        graph_maker: where graphs come from that are not there yet; `None`: rounds are computed by eager code.
+        graphs: that compute rounds; `None`: eager code does.
         code: asks processors and criteria of the caller's; `None`: there are none.
         noise: what tokens are sampled by, from the first one on; `None`: the text is greedy.
         seen: which tokens the texts have, if that is all that processors ask beside scores; `None`: they do not.
@@ -58,7 +58,7 @@ class DecodingRequest:
     start: CacheResume = field(default_factory=CacheResume)
     end: CacheExport | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
-    graph_maker: GraphMaker | None = None
+    graphs: Graphs | None = None
     code: CallersCode | None = None
     noise: PositionNoise | None = None
     seen: SeenTokens | None = None

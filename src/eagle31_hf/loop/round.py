@@ -27,13 +27,11 @@ from ..graphs.draft_graphs import ChosenBy, GraphChoice
 from ..graphs.draft_session import CompiledDrafting
 from ..graphs.graphs import Graphs
 from ..graphs.round_graphs import AcceptedAhead, RoundGraph
-from ..graphs.steps import GraphMaker
-from ..graphs.verify import CompiledVerification, why_states_are_eager
+from ..graphs.verify import CompiledVerification
 from ..stats import PhaseClock
 from ..targets.binding import TargetOutput, Verification
 from .accept import Accepted, Acceptor
 from .choosing import ChoiceRule, Choosing, RoundBatch, warp_drafts
-from .pair import current_graphs, last_graphs
 from .pair_caches import PairCaches
 
 MOST_ROUND_GRAPHS = 64
@@ -64,15 +62,14 @@ class Round:
     """One round after the other over one pair of caches. Each step may fail: nothing is kept of a round before
     `commit`.
 
-    Without a drafter the target's verification alone has a graph. Over caches of 8 bits, which graphs cannot read, the
-    target stays eager.
+    Without a drafter the target's verification alone has a graph.
 
     Args:
         drafter: attached.
         caches: of target and drafter: all that outlives a round.
         choosing: the texts, and how they choose their tokens.
         clock: charged with the seconds of drafting and verifying.
-        maker: where graphs come from that are not there yet; `None`: all is eager code.
+        graphs: the pair's; `None`: all is eager code.
     """
 
     def __init__(
@@ -81,11 +78,11 @@ class Round:
         caches: PairCaches,
         choosing: Choosing,
         clock: PhaseClock,
-        maker: GraphMaker | None = None,
+        graphs: Graphs | None = None,
     ):
         self.caches, self.choosing, self.clock, self.binding = caches, choosing, clock, drafter.binding
         self._verify = Verification(self.binding, caches.target)
-        self.graphs: Graphs | None = None
+        self.graphs = graphs if graphs is not None and self._serve_graphs() else None
         self.drafting: CompiledDrafting | None = None
         self.verification: CompiledVerification | None = None
         self._round_graphs: dict[Hashable, RoundGraph] = {}
@@ -94,23 +91,21 @@ class Round:
         self._by_graphs: CompiledDrafting | None = None  # what this round's drafts are made with, if not by eager code
         self._begins = False  # whether nothing of some row is in the caches yet, which graphs take for granted
         self._rests = False  # whether nothing is drafted because it would be in vain
-        if maker is not None:
-            self._use_graphs(drafter, maker)
+        if self.graphs is not None:
+            most = choosing.shape.nodes
+            self.verification = CompiledVerification(self.binding, caches.target, self.graphs, most_nodes=most)
+            self.drafting = None if caches.drafter is None else CompiledDrafting(caches.drafter, self.graphs)
+            choosing.stats.fall_back(self.graphs.disabled_reason)
 
-    def _use_graphs(self, drafter: Assistant, maker: GraphMaker) -> None:
-        stats = self.choosing.stats
-        if why := _why_eager(drafter, self.caches, maker):
-            stats.fall_back(why)
-            return
-        self.graphs = (last_graphs(drafter) if maker.weights_seen else current_graphs(drafter)).made_by(maker)
-        if self.caches.drafter is not None:
-            self.drafting = CompiledDrafting(self.caches.drafter, self.graphs)
-        if stats.cache_type == "full":
-            most = self.choosing.shape.nodes
-            self.verification = CompiledVerification(self.binding, self.caches.target, self.graphs, most_nodes=most)
-        else:
-            stats.fall_back("verification is not compiled over a cache in 8 bits")
-        stats.fall_back(self.graphs.disabled_reason)
+    def _serve_graphs(self) -> bool:
+        """Whether graphs serve rounds over these caches; if not, `stats` says why."""
+        target, session, why = self.caches.target, self.caches.drafter, ""
+        if target.has_states and target.has_windows:
+            why = "rounds are not compiled where some layers of the target keep states and others see a window"
+        if session is not None and session.cache.has_windows:
+            why = "rounds are not compiled where the drafter sees a window of the text only"
+        self.choosing.stats.fall_back(why)
+        return not why
 
     # --- draft ---------------------------------------------------------------------------------------------------
 
@@ -237,20 +232,8 @@ class Round:
 
     def keeps_ended_rows(self, num_live: int) -> bool:
         """Whether ended rows had better stay in the batch while so many need tokens: graphs are made for its size."""
-        by_graphs = self.graphs is not None and self.verification is not None and not self.graphs.disabled_reason
+        by_graphs = self.graphs is not None and not self.graphs.disabled_reason
         return by_graphs and num_live >= LIVE_SHARE * self.caches.batch_size
-
-
-def _why_eager(drafter: Assistant, caches: PairCaches, maker: GraphMaker) -> str:
-    """Why no graphs serve rounds over these caches; empty if they do."""
-    if caches.target.has_states:
-        if why := why_states_are_eager(drafter.binding, capturing=maker.exact_sizes):
-            return f"rounds are not compiled: {why}"
-        if caches.target.has_windows:
-            return "rounds are not compiled where some layers of the target keep states and others see a window"
-    if caches.drafter is not None and caches.drafter.cache.has_windows:
-        return "rounds are not compiled where the drafter sees a window of the text only"
-    return ""
 
 
 def _chosen_by(batch: RoundBatch, count: int) -> ChosenBy:

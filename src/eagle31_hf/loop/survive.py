@@ -131,7 +131,7 @@ class RecoveringDecoder:
     def _free(self) -> None:
         """Let graphs, which own memory of their own, and workspaces go."""
         decoder = self.decoder
-        if decoder.maker is not None:
+        if decoder.graphs is not None:
             decoder.use_graphs(None)
         pair = Pair.of(decoder.drafter)
         if pair.graphs is not None:

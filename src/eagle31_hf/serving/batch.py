@@ -67,11 +67,10 @@ class Batch:
         self.cache, self.session = self.caches.target, self.caches.drafter
         windows = self.session is not None and self.session.cache.has_windows
         self.graphs = None if windows else captured_graphs(drafter)
-        maker = None if self.graphs is None else self.graphs.maker
         self._rows = Rows(self.binding, shape, self.stats)
         self.texts = self._rows.texts
-        self.drafts = BatchDrafts(drafter, self._rows, shape, by_graphs=maker is not None)
-        self.rounds = Round(drafter, self.caches, self._rows, self.clock, maker)
+        self.drafts = BatchDrafts(drafter, self._rows, shape, by_graphs=self.graphs is not None)
+        self.rounds = Round(drafter, self.caches, self._rows, self.clock, self.graphs)
         self._reading = PairCaches.make(drafter, shape, batch_size=1, **sizes)
         self._reader = PromptReader(drafter, self._reading, self.caches, piece=prefill_chunk)
         self._parked: dict[int, list[int]] = {}  # tokens by place

@@ -1,0 +1,246 @@
+"""Graphs of a pair that are kept on disk: where, by what they are known again, and who makes those that are missing.
+
+Packages are machine code, so they are loaded from files that the user, or root, alone can write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ... import __version__
+from ...drafter.assistant import Assistant
+from ...drafter.drafter import Eagle31Drafter
+from ..graphs import PACKED_BYTES, Graphs
+from ..seen_state import ModelState
+from ..steps import GraphKey, GraphMaker, Step
+from ..verify import why_states_are_eager
+from .compiler_processes import CompilerProcesses
+from .packages import GraphPackages, name_of, tensors_by_name, tensors_of
+
+CACHE_VARIABLE = "EAGLE31_CACHE"
+FORMAT = 4
+"""Counted up when steps take other inputs, or files say something else: packages of before are not theirs."""
+
+LENT_WEIGHTS = "weights-lent"
+"""Folder of graphs that serve whatever weights a pair of these shapes has."""
+
+
+def refusal(drafter: Assistant, graphs: Graphs) -> str:
+    """Why no graphs are kept for this pair; empty if they can be."""
+    device = drafter.binding.head_device.type
+    if drafter.generation_config.stored_cache_type != "full":
+        return "its keys and values are stored in 8 bits, which graphs cannot read"
+    if why := why_states_are_eager(drafter.binding, capturing=False):
+        return why
+    if device != "cpu":
+        return f"it runs on {device}, and graphs are kept for a CPU alone"
+    if not graphs.settings and graphs.cutter is None:
+        return f"its weights are quantized, or take more than {PACKED_BYTES >> 20} MiB, and graphs read a copy of them"
+    if drafter.binding.rotates_alike_up_to is not None:
+        return "what its positions are rotated by depends on the text's length, and graphs on disk would not look"
+    return graphs.state.why_no_graph() or graphs.disabled_reason
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """`$EAGLE31_CACHE`, else `eagle31` in the user's cache folder."""
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle31"
+
+
+def graphs_folder() -> Path:
+    """Of all pairs."""
+    return cache_folder() / "graphs"
+
+
+def packages_of(drafter: Assistant, graphs: Graphs) -> GraphPackages:
+    """Those of this pair. Graphs that hold weights have a folder for each state these were ever in."""
+    folder = pair_folder(drafter, graphs.state)
+    own = folder / (weights_digest(drafter, graphs) if graphs.settings else LENT_WEIGHTS)
+    models = nn.ModuleList([drafter.binding.model, drafter])
+    return GraphPackages(own, models, graphs.cutter, graphs.settings)
+
+
+def pair_folder(drafter: Assistant, state: ModelState) -> Path:
+    """Of a pair's graphs in this `state` of the target, whatever its weights: by all else that they depend on."""
+    binding = drafter.binding
+    key: dict[str, Any] = {
+        "format": FORMAT,
+        "processor": [platform.node(), *_processor()],
+        "threads": torch.get_num_threads(),
+        "target": _digest_of_config(binding.text_config),
+        "network": state.told,
+        "attention": binding.attention,
+        "dtype": binding.model.dtype,
+        "versions": [torch.__version__, __version__, *_versions_of("transformers", "peft", "accelerate")],
+    }
+    if isinstance(drafter, Eagle31Drafter):
+        key["drafter"] = _digest_of_config(drafter.config), drafter.dtype, drafter.packing
+    return graphs_folder() / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+
+
+def weights_digest(drafter: Assistant, graphs: Graphs) -> str:
+    """Of all weights, bit for bit; a second or two for a gigabyte, once as long as they do not change."""
+    if not graphs.digest:
+        digest = hashlib.blake2b(digest_size=16)
+        if isinstance(drafter, Eagle31Drafter):
+            _ = drafter.draft_ids  # a tensor that is made when it is first asked for: it counts whenever that was
+        for name, tensor in tensors_by_name(nn.ModuleList([drafter.binding.model, drafter])).items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        graphs.digest = digest.hexdigest()
+    return graphs.digest
+
+
+def _digest_of_config(config: PreTrainedConfig) -> str:
+    """Wherever the model was loaded from: a folder that was moved is no change."""
+    fields = json.loads(config.to_json_string(use_diff=False))
+    fields.pop("_name_or_path", None)
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _versions_of(*libraries: str) -> list[str]:
+    """Of those that put code of theirs into models."""
+    return [f"{name} {version(name)}" for name in libraries if find_spec(name) is not None]
+
+
+@cache
+def _processor() -> tuple[str, ...]:
+    """Model and abilities of the CPU: code that is compiled for one may be more than another one knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine(), platform.processor()
+    wanted = {"model name", "flags", "Features"}
+    return tuple(sorted({line for line in lines if line.partition(":")[0].strip() in wanted}))
+
+
+# --- who makes graphs -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoadsKept(GraphMaker):
+    """A `GraphMaker` that compiles nothing: it has what lay in the folder when the generation began."""
+
+    packages: GraphPackages
+    names: frozenset[str]
+    failure = "a kept graph cannot be used (`eagle31 warmup` renews it)"
+
+    def can_make(self, key: GraphKey) -> bool:
+        return name_of(key) in self.names
+
+    def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
+        return self.packages.load(key, step)
+
+
+@dataclass(frozen=True)
+class CompilesAhead(GraphMaker):
+    """A `GraphMaker` that lets what is not kept yet be compiled beside this process, and keeps it.
+
+    Until a graph is there its step stands in for it: the text is the same, and every graph it wants is met, so that
+    they are compiled at once and not one after the other.
+
+    Attributes:
+        graphs: gives the pair's.
+        on_compile: told of each graph before it is compiled.
+        on_made: told how many are compiled, and of how many that were begun.
+        made: what was compiled, in this order.
+        begun: what is being compiled; each waits until it is kept.
+    """
+
+    graphs: Callable[[], Graphs]
+    packages: GraphPackages
+    processes: CompilerProcesses
+    on_compile: Callable[[GraphKey], None]
+    on_made: Callable[[int, int], None]
+    made: list[GraphKey] = field(default_factory=list)
+    begun: dict[GraphKey, Callable[[], None]] = field(default_factory=dict)
+    failure = "compiling failed"
+
+    def can_make(self, key: GraphKey) -> bool:
+        return True
+
+    def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
+        if name_of(key) in self.packages.names():
+            with suppress(OSError, ValueError, LookupError, TypeError, RuntimeError):  # broken: made anew
+                loaded = self.packages.load(key, step)
+                if key in self.made or loaded.takes(tensors_of(inputs)):
+                    return loaded
+        if key not in self.begun:
+            self.on_compile(key)
+            self.begun[key] = self.packages.compile(key, step, inputs, self.processes)
+        if not self.packages.tries_products:
+            return step
+        self._keep(key)
+        return self.packages.load(key, step)
+
+    def until_compiled(self, work: Callable[[], object]) -> None:
+        """Do `work`, and again as long as graphs that it wants were not there yet."""
+        with nullcontext() if self.packages.tries_products else _one_thread():
+            work()
+        while self.finish():
+            work()
+
+    def finish(self) -> bool:
+        """Wait for what is being compiled; whether there was anything that the next generation can load.
+
+        What could not be compiled is why `Graphs.disabled_reason` says that steps stay eager.
+        """
+        begun, graphs = list(self.begun), self.graphs()
+        graphs.forget(begun)
+        try:
+            for key in begun:
+                self._keep(key)
+        except Exception as failure:  # whatever a compiler stumbles over, texts must go on
+            self.begun.clear()
+            graphs.give_up(failure, self.failure)
+            return False
+        return bool(begun)
+
+    def _keep(self, key: GraphKey) -> None:
+        self.begun.pop(key)()
+        self.made.append(key)
+        self.on_made(len(self.made), len(self.made) + len(self.begun))
+
+    @classmethod
+    @contextmanager
+    def open(cls, graphs: Callable[[], Graphs], packages: GraphPackages, **told: Any) -> Iterator[CompilesAhead]:
+        """While this is open there are processes that compile."""
+        processes = CompilerProcesses(1) if packages.tries_products else CompilerProcesses.one_a_core()
+        with processes:
+            ahead = cls(graphs, packages, processes, **told)
+            try:
+                yield ahead
+                ahead.finish()
+            finally:
+                graphs().forget(ahead.begun)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Beside processes that keep all cores busy, two threads take two to three times as long as one: they wait for each
+    other, and keep cores from those processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
