@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 from rich.console import Console
-from transformers import TrainerState
 
 from eagle31_hf.errors import TrainingError
 from eagle31_hf.training import train
-from eagle31_hf.training.progress import Counting, LiveProgress
+from eagle31_hf.training.progress import Counting
 
 
 @pytest.mark.parametrize(("resumes", "first", "says"), [(False, 4, False), (True, 4, True), (True, 0, False)])
@@ -32,26 +30,16 @@ def test_the_bar_moves_while_no_text_has_ended() -> None:
     with Counting(console, "the target writes prompts", 8) as counting:
         counting.advance(1)
         counting.advance(0, 2.5)
-        counting._bar.refresh()
-        assert counting._bar.tasks[0].completed == 3.5
+        counting.bar.refresh()
+        assert counting.bar.tasks[0].completed == 3.5
         assert "1 of 8" in written.getvalue()
 
 
-def test_the_bar_ends_where_training_ends_by_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bars: list[LiveProgress] = []
-
-    class Failing:
-        def __init__(self, *_: Any, callbacks: list[Any], **__: Any):
-            bars.append(callbacks[0])
-
-        def remove_callback(self, _: Any) -> None: ...
-
-        def train(self, **_: Any) -> None:
-            bars[0].on_train_begin(None, TrainerState(max_steps=4, is_world_process_zero=True), None)
-            raise TrainingError("the loss is nan")
-
-    monkeypatch.setattr(train, "DistillationTrainer", Failing)
-    run: Any = mock.Mock(console=Console(file=io.StringIO(), force_terminal=True), stage="stage1", checkpoint=None)
+def test_the_bar_ends_where_training_ends_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, console = mock.Mock(), Console(file=io.StringIO(), force_terminal=True)
+    trainer.return_value.train.side_effect = TrainingError("the loss is nan")
+    monkeypatch.setattr(train, "DistillationTrainer", trainer)
+    run: Any = mock.Mock(console=console, stage="stage1", checkpoint=None)
     with pytest.raises(TrainingError, match="the loss is nan"):
         train._Run._train(run, None, None, [], 4)
-    assert not bars[0]._bar.live.is_started
+    assert not trainer.call_args.kwargs["callbacks"][0]._counting.bar.live.is_started

@@ -6,6 +6,7 @@ Documents stand side by side in rows of one length, none cut, none seeing its ne
 from __future__ import annotations
 
 import random
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -255,18 +256,15 @@ def pack(lengths: Sequence[int], row_length: int, *, seed: int) -> list[list[int
     order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)
     rows: list[list[int]] = []
-    open_rows: dict[int, list[int]] = {}  # free tokens -> rows with so many
+    free: list[tuple[int, int]] = []  # tokens for which a row has room, and its number, ascending
     for document in order:
-        length = lengths[document]
-        # Rows with less room than any document needs stay in the table; it has at most `row_length` keys.
-        fit = min((free for free, numbers in open_rows.items() if free >= length and numbers), default=None)
-        if fit is None:
-            rows.append([document])
-            open_rows.setdefault(row_length - length, []).append(len(rows) - 1)
-        else:
-            row = open_rows[fit].pop()
-            rows[row].append(document)
-            open_rows.setdefault(fit - length, []).append(row)
+        fit = bisect_left(free, (lengths[document], 0))
+        if fit == len(free):
+            rows.append([])
+            free.append((row_length, len(rows) - 1))
+        room, number = free.pop(fit)
+        rows[number].append(document)
+        insort(free, (room - lengths[document], number))
     return rows
 
 

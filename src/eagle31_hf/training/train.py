@@ -223,16 +223,13 @@ class _Run:
         self, model: DistillationModel, dataset: PackedDocuments, known: list[KnownTexts], steps: int
     ) -> StageResult:
         """Train from where an earlier run was left."""
-        progress = LiveProgress(self.console, self.stage)
+        counting = Counting(self.console, self.stage, steps, resumes=True)
         patience = EarlyStoppingCallback(early_stopping_patience=PATIENCE)
-        trainer = DistillationTrainer(
-            model, self._arguments(steps), dataset, known=known, callbacks=[progress, self.stop, patience]
-        )
+        callbacks = [LiveProgress(self.console, counting), self.stop, patience]
+        trainer = DistillationTrainer(model, self._arguments(steps), dataset, known=known, callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)  # its lines would tear ours apart
-        try:
+        with counting:
             outcome = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
-        finally:
-            progress.stop()
         self.stop.leave()
         return StageResult(self.stage, trainer.state.global_step, outcome.training_loss, trainer.measure_best())
 
