@@ -8,12 +8,14 @@ that they made to a file each; `tests/serving/test_recorded.py` replays them. Th
 prints what they made of its answers. Packages, in an environment of their own:
 
     langchain-openai llama-index-llms-openai-like "pydantic-ai-slim[openai]" litellm openai smolagents
-    aider-chat (in another one: it pins litellm); npm install ai @ai-sdk/openai-compatible zod (--node FOLDER)
+    aider-chat (in another one: it pins litellm)
+    npm install ai @ai-sdk/openai-compatible zod opencode-ai (--node FOLDER)
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,7 @@ RESULT = "Sunny in {}."
 SETTINGS = {"temperature": 0, "max_tokens": 96}
 JOB = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}, "days": {"enum": [1, 2]}},
        "required": ["city", "days"], "additionalProperties": False}  # fmt: skip
+HOME = "client-home-"
 KEPT_HEADERS = ("accept", "content-type", "user-agent")
 
 
@@ -51,7 +54,8 @@ def calls_for(body: dict) -> list[dict]:
     tools = {tool["function"]["name"]: tool["function"] for tool in body.get("tools") or []}
     asked = next(str(m["content"]) for m in body["messages"] if m["role"] == "user")
     ends = [name for name in tools if name.startswith("final")]
-    answered = "Sunny" in str(body["messages"][-1]["content"])
+    last = body["messages"][-1]
+    answered = last["role"] == "tool" or "Sunny" in str(last["content"])
     if not tools or (answered and not ends):
         return []
     if answered or len(tools) == len(ends):
@@ -357,7 +361,7 @@ PROMPTS = {
 
 
 def aider(url: str, model: str) -> Iterator[tuple[str, object]]:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix=HOME) as folder:
         environment = {**os.environ, "OPENAI_API_BASE": url, "OPENAI_API_KEY": "none", "HOME": folder}
         options = ["--no-git", "--yes-always", "--no-check-update", "--no-show-model-warnings", "--analytics-disable"]
         efforts = ["--reasoning-effort", "low", "--no-check-model-accepts-settings"]
@@ -386,17 +390,33 @@ def ai_sdk(url: str, model: str) -> Iterator[tuple[str, object]]:
         raise RuntimeError(run.stderr)
 
 
+def opencode(url: str, model: str) -> Iterator[tuple[str, object]]:
+    local = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": url, "apiKey": "none"},
+        "models": {model: {"limit": {"context": 2048, "output": SETTINGS["max_tokens"]}}},
+    }
+    prompts = {"title": {"prompt": "Name this chat."}, "build": {"prompt": SYSTEM, "tools": {"*": False, "glob": True}}}
+    settings = {"provider": {"local": local}, "agent": prompts, "share": "disabled", "autoupdate": False}
+    with tempfile.TemporaryDirectory(prefix=HOME) as folder:
+        environment = {**os.environ, "HOME": folder, "PWD": folder, "OPENCODE_CONFIG_CONTENT": json.dumps(settings)}
+        for question in (QUESTION, BOTH):
+            command = [NODE / "node_modules/.bin/opencode", "run", "--model", f"local/{model}", question]
+            run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+            yield "calls, results", run.stdout[-300:] + run.stderr[-300:]
+
+
 NODE: Path | None = None
 CLIENTS = {
     "openai": openai_client, "langchain-openai": langchain, "llama-index-llms-openai-like": llama_index,
     "pydantic-ai-slim": pydantic_ai, "litellm": litellm, "smolagents": smolagents, "aider-chat": aider,
-    "ai": ai_sdk,
+    "ai": ai_sdk, "opencode-ai": opencode,
 }  # fmt: skip
 
 
 def version_of(package: str) -> str | None:
-    if package == "ai":
-        return json.loads((NODE / "node_modules/ai/package.json").read_text())["version"] if NODE else None
+    if package in ("ai", "opencode-ai"):
+        return json.loads((NODE / f"node_modules/{package}/package.json").read_text())["version"] if NODE else None
     try:
         return version(package)
     except PackageNotFoundError:
@@ -411,6 +431,7 @@ def record(package: str, out: Path) -> None:
         print(f"{package}: {step}: {told}")
     server.shutdown()
     lines = [json.dumps(each, ensure_ascii=False, separators=(",", ":")) for each in StandIn.requests]
+    lines = [re.sub(rf"{tempfile.gettempdir()}/{HOME}\w+", "/home/me", line) for line in lines]
     head = json.dumps({"client": package, "version": version_of(package)})[:-1]
     (out / f"{package}.json").write_text(head + ', "requests": [\n' + ",\n".join(lines) + "\n]}\n")
 
@@ -422,7 +443,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the recorded requests")
     parser.add_argument("--server", help="address of a server to ask instead")
     parser.add_argument("--model", default="demo", help="its model's name")
-    parser.add_argument("--node", type=Path, help="folder with node_modules, for ai")
+    parser.add_argument("--node", type=Path, help="folder with node_modules, for ai and opencode")
     told = parser.parse_args()
     NODE = told.node
     for package in told.clients or [name for name in CLIENTS if version_of(name)]:

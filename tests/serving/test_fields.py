@@ -83,7 +83,7 @@ WRONG = {
 @pytest.mark.parametrize("name", list(WRONG))
 def test_a_wrong_type_is_named(served, name):
     assert set(WRONG) == set(ChatBody.model_fields)
-    body = {"model": MODEL, "messages": MESSAGES, name: WRONG[name]}
+    body = {"model": MODEL, "messages": MESSAGES, **HABITS, name: WRONG[name]}
     told = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
     assert told.status_code == 400, told.text
     assert told.json()["error"]["param"].startswith(name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from transformers import AutoTokenizer
 
 from eagle31_hf.demo import target_path
-from loopback import MODEL, TOOL_TEMPLATE, serving
+from loopback import MODEL, SIZES, TOOL_TEMPLATE, serving
 
 RECORDED = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "recorded").glob("*.json")}
 NOT_READ = {
@@ -33,13 +34,13 @@ def url(pair):
     pytest.importorskip("llguidance")
     tokenizer = AutoTokenizer.from_pretrained(target_path())
     tokenizer.chat_template = TOOL_TEMPLATE
-    with serving(pair._replace(tokenizer=tokenizer)) as made:
+    with serving(pair._replace(tokenizer=tokenizer), replace(SIZES, context=1024)) as made:
         yield made.url
 
 
 def test_the_clients_are_there():
     wanted = {"ai", "aider-chat", "langchain-openai", "litellm", "llama-index-llms-openai-like", "open-webui", "openai",
-              "pydantic-ai-slim", "smolagents"}  # fmt: skip
+              "opencode-ai", "pydantic-ai-slim", "smolagents"}  # fmt: skip
     assert set(RECORDED) == wanted
     assert all(recorded["version"] for recorded in RECORDED.values())
 
