@@ -46,16 +46,28 @@ FORMS = {
         turns("By Anna.\n\nWho?", "Anna"),
     ),
     "input and output": ({"input": "Hi", "output": "Arr"}, SAID),
+    "user and assistant": ({"user": "Hi", "assistant": "Arr"}, SAID),
     "ShareGPT with system": ({"system": PIRATE["content"], "conversations": SHARE}, [PIRATE, *SAID]),
     "messages with system": ({"system": PIRATE["content"], "messages": SAID}, [PIRATE, *SAID]),
     "the same system twice": ({"system": PIRATE["content"], "messages": [PIRATE, *SAID]}, [PIRATE, *SAID]),
     "an empty system": ({"system": "", "messages": SAID}, SAID),
+    "ShareGPT by other names": (
+        {"conversations": [{"from": "USER", "value": "Hi"}, {"from": " Claude ", "content": "Arr"}]},
+        SAID,
+    ),
+    "messages of ShareGPT's roles": (
+        {"messages": [{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Arr"}]},
+        SAID,
+    ),
     "WildChat": ({"conversation": SAID}, SAID),
     "prompt and completion": ({"prompt": "Hi", "completion": "Arr"}, SAID),
     "preference": ({"prompt": "Hi", "chosen": "Arr", "rejected": "No"}, SAID),
     "preference of chats": ({"chosen": SAID, "rejected": SAID[:1]}, SAID),
     "KTO, unwanted": ({"prompt": "Hi", "completion": "No", "label": False}, SAID[:1]),
     "KTO, wanted": ({"prompt": "Hi", "completion": "Arr", "label": True}, SAID),
+    "prompt of messages": ({"prompt": SAID[:1]}, SAID[:1]),
+    "prompt and completion of messages": ({"prompt": SAID[:1], "completion": SAID[1:]}, SAID),
+    "preference of messages": ({"prompt": SAID[:1], "chosen": SAID[1:], "rejected": SAID}, SAID),
     "prompt of messages, answer as text": ({"prompt": SAID[:1], "completion": "Arr"}, SAID),
     "turns with system": ({"system": PIRATE["content"], "turns": ["Hi"]}, [PIRATE, SAID[0]]),
     "Open WebUI": (
@@ -141,7 +153,7 @@ def test_what_cannot_be_read_is_refused_by_name(fields: dict[str, Any], message:
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("rows.csv", ","), ("rows.tsv", "\t")])
-@pytest.mark.parametrize("columns", [("prompt", "response"), ("question", "answer"), ("instruction", "output")])
+@pytest.mark.parametrize("columns", [("prompt", "response"), ("question", "answer"), ("user", "assistant")])
 def test_tables_of_two_columns(tmp_path: Path, name: str, delimiter: str, columns: tuple[str, str]) -> None:
     file = tmp_path / name
     lines = (delimiter.join(fields) for fields in (columns, ("Hi", "Arr"), ('"a\nb"', '"c, ""d"""'), ("", "")))

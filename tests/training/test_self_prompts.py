@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
@@ -18,24 +17,12 @@ from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.preparation import Preparation, resolve
 from eagle31_hf.training.self_prompts import (
     FEWEST_AT_A_TIME,
-    FIRST_WORDS,
     is_new,
     self_prompt_count,
     user_turn,
     write_prompts,
 )
 from eagle31_hf.training.settings import TrainingSettings
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(target_path())
-
-
-@pytest.fixture(scope="module")
-def target():
-    return AutoModelForCausalLM.from_pretrained(target_path(), dtype="float32").eval().requires_grad_(False)
-
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
@@ -163,11 +150,6 @@ def test_no_more_is_written_than_is_wanted(tmp_path: Path, target, tokenizer, mo
 def test_a_target_with_nothing_to_say_is_told(tmp_path: Path, target, tokenizer) -> None:
     with pytest.raises(TrainingError, match=r"wrote \d prompts that can be used"):
         write_prompts(target, tokenizer, tmp_path / "p.jsonl", 3, write_rows=4, max_new_tokens=1)
-
-
-def test_first_words_are_ones_that_prompts_begin_with() -> None:
-    assert "" in FIRST_WORDS
-    assert all(words == words.strip() for words in FIRST_WORDS)
 
 
 def test_self_written_and_given_prompts_are_learned_from_together(tmp_path: Path, target, tokenizer) -> None:

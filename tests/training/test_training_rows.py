@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from chat_rows import render, writing
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import TrainingError
@@ -41,16 +40,6 @@ TOOL_ROW = {
     "tools": [WEATHER],
     "chat_template_kwargs": {"thinking": True},
 }
-
-
-@pytest.fixture(scope="module")
-def target():
-    return AutoModelForCausalLM.from_pretrained(target_path(), dtype="float32").eval().requires_grad_(False)
-
-
-@pytest.fixture
-def tokenizer():
-    return AutoTokenizer.from_pretrained(target_path())
 
 
 @pytest.fixture
@@ -117,9 +106,8 @@ def test_results_of_calls_stay_with_their_calls(tmp_path: Path, target, tool_tok
         ({"tools": ["a"]}, r"tools\[0\] is str; wanted an object"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs is list; wanted an object"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of type image; wanted text alone"),
-        ({"messages": [{"role": "user", "content": 3}]}, "content is int; wanted text"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
             "arguments: not JSON",
         ),
     ],
@@ -154,12 +142,6 @@ def test_a_prompt_is_continued_and_what_follows_is_learned(tmp_path: Path, targe
     assert mask == [False] * len(prompt) + [True] * len(written.answer_ids)
     assert render(base_tokenizer, row(prompt=STORY)) == (prompt, [True] * len(prompt)), "as it is"
     assert learned(base_tokenizer, row(prompt=STORY, completion=" It swam.")) == " It swam."
-
-
-def test_a_chat_for_a_base_model_is_told(base_tokenizer) -> None:
-    chat = row(messages=[{"role": role, "content": "Hi"} for role in ("user", "assistant", "user", "assistant")])
-    with pytest.raises(TrainingError, match="no chat template; set one, or use text or prompt rows"):
-        render(base_tokenizer, chat)
 
 
 @pytest.mark.parametrize("regenerate_turns", ["last", "each", "none"])

@@ -6,8 +6,9 @@ A row holds
   `value`),
 - user turns alone under `turns` (Spec-Bench, MT-Bench),
 - one prompt under `prompt`, `question`, `instruction` or `input`, with its answer under `output`, `response`,
-  `answer`, `completion` or `chosen`. Alpaca's `input`, a `context` and earlier turns under `history` are parts of that
-  prompt. `prompt` and what follows it may be messages (TRL), and `chosen` may be a whole chat,
+  `answer`, `completion` or `chosen`; or the two under `user` and `assistant`. Alpaca's `input`, a `context` and earlier
+  turns under `history` are parts of that prompt. `prompt` and what follows it may be messages (TRL), and `chosen` may
+  be a whole chat,
 - plain `text`, or an exported chat of Open WebUI.
 
 Beside these may stand a `system` prompt, `tools` and `chat_template_kwargs`; a message may have `tool_calls`,
@@ -167,6 +168,7 @@ def _completion(row: dict[str, Any]) -> list[Any]:
 
 def _prompt_and_answer(row: dict[str, Any], where: str) -> tuple[Message, ...]:
     """A prompt of its parts, the turns before it, and its answer; or plain text."""
+    row = _with_prompt(row)
     key = next((key for key in (*_PROMPTS, "input") if row.get(key)), None)
     if key is None:
         if row.get("text"):
@@ -185,6 +187,12 @@ def _prompt_and_answer(row: dict[str, Any], where: str) -> tuple[Message, ...]:
     answer = None if row.get("label") is False else next(answers, None)  # KTO's unwanted ones
     following = () if answer is None else ({"role": "assistant", "content": answer},)
     return (*_history(row.get("history") or [], f"{where}, history"), {"role": "user", "content": prompt}, *following)
+
+
+def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose prompt and answer go by their speakers has them by their names, too."""
+    pair = "user" in row and "assistant" in row
+    return {"prompt": row["user"], "answer": row["assistant"], **row} if pair else row
 
 
 def _history(pairs: Any, where: str) -> list[Message]:
@@ -318,6 +326,7 @@ def is_empty(row: Any) -> bool:
     """Whether it has a place for text and nothing there."""
     if not isinstance(row, dict):
         return False
+    row = _with_prompt(row)
     places = [row[key] for key in (*_CHATS, "turns", *_PROMPTS, "input", "text") if key in row]
     return bool(places) and not any(map(_has_text, places))
 
