@@ -74,9 +74,7 @@ class Translator:
     ) -> list[Request]:
         longest = self._engine.settings.context
         if len(prompt) >= longest:
-            raise TooLongError(
-                f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {longest}"
-            )
+            raise TooLongError(longest, len(prompt))
         most, room = body.max_new_tokens, longest - len(prompt)
         if most is None:
             most = min(default_tokens or self._engine.default_new_tokens or room, room)

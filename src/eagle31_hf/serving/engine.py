@@ -34,7 +34,17 @@ COUNTED = ("prompt_tokens", "cached_tokens", "completion_tokens", "drafted", "ac
 
 
 class TooLongError(Eagle31Error):
-    """Prompt and answer together are longer than any text may be."""
+    """Prompt and answer together are longer than any text may be.
+
+    Worded as OpenAI words it: by these words LiteLLM, opencode and others know that a chat has to be shortened.
+    """
+
+    def __init__(self, context: int, prompt: int, answer: int | None = None):
+        asked = "" if answer is None else f" and up to {answer} are to be written"
+        super().__init__(
+            f"this model's maximum context length is {context} tokens, prompt and answer together; the prompt has "
+            f"{prompt}{asked}"
+        )
 
 
 class ShuttingDownError(Eagle31Error):
@@ -90,10 +100,7 @@ class Engine:
     def submit(self, request: Request, on_event: OnEvent) -> Ticket:
         """Line a request up; `on_event` is called from the worker's thread, with a `finish` in the last event."""
         if request.longest > self.settings.context:
-            raise TooLongError(
-                f"the prompt has {len(request.prompt)} tokens and up to {request.max_new_tokens} are to be written; "
-                f"{self.settings.context} together are possible"
-            )
+            raise TooLongError(self.settings.context, len(request.prompt), request.max_new_tokens)
         if not request.prompt:
             raise UnsupportedGenerationError("the prompt is empty; wanted at least one token")
         with self._work:
