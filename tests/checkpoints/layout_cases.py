@@ -11,12 +11,12 @@ from unittest import mock
 
 import torch
 import transformers as hf
-from reference_drafter import Latent, Reference, plain_frequencies
 from tiny_checkpoints import random_tensors, save
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from helpers import random_target, seeded
+from reference_drafter import Latent, Reference, plain_frequencies
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY, DRAFTS, STEPS = 32, 4, 2, 8, 48, 120, 60, 4
 LAYERS = 12

@@ -1,9 +1,11 @@
-"""Drafters with latent attention (MLA): the published layout, the formulas by hand, and a DeepSeek-V3-shaped target."""
+"""Drafters with latent attention (MLA): the published layout, and a DeepSeek-V3-shaped target.
+
+Its formulas: tests/checkpoints/test_published_drafts.py.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter, plan_memory
-from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.checkpoints import Checkpoint, expected_shapes, read_checkpoint, write_checkpoint
 from eagle31_hf.config import Eagle31Config
 from eagle31_hf.errors import CheckpointFormatError, ConfigurationError
 from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.quantization_schemes import SCHEMES
-from helpers import SIZES, configured, left_padded, random_drafter, random_prompts, random_target
+from helpers import SIZES, assert_same_text, configured, left_padded, random_drafter, random_prompts, random_target
 
 # As published for Kimi K2.6 (lightseek), every size cut down; names and fields are theirs.
 KIMI: dict[str, Any] = {
@@ -86,20 +87,12 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Pa
 
 
 @pytest.mark.parametrize("prefix", ["midlayer", "layers.0"])
-def test_the_published_layout_is_read(tmp_path, prefix):
-    folder = save(tmp_path, KIMI, kimi_tensors(prefix))
-    checkpoint = read_checkpoint(folder)
-    assert (checkpoint.format, checkpoint.config.aux_layers) == ("mla", [2, 30, 58])
-    assert checkpoint.config.is_latent
-    assert checkpoint.config.is_eagle31
-    assert checkpoint.config.head_dim == 4
-    assert {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()} == expected_shapes(
-        checkpoint.config
-    )
-
-
-def test_written_and_read_again_it_is_the_same(tmp_path):
-    once = read_checkpoint(save(tmp_path / "a", KIMI, kimi_tensors("layers.0")))
+def test_read_written_and_read_again_it_is_the_same(tmp_path, prefix):
+    once = read_checkpoint(save(tmp_path / "a", KIMI, kimi_tensors(prefix)))
+    assert (once.format, once.config.aux_layers, once.config.head_dim) == ("mla", [2, 30, 58], 4)
+    assert once.config.is_latent
+    assert once.config.is_eagle31
+    assert {name: tuple(tensor.shape) for name, tensor in once.tensors.items()} == expected_shapes(once.config)
     write_checkpoint(once, tmp_path / "b", format="mla")
     twice = read_checkpoint(tmp_path / "b")
     assert twice.config.to_dict() == once.config.to_dict()
@@ -138,85 +131,6 @@ def test_sizes_that_do_not_fit_are_named(tmp_path, config, tensors, message):
         read_checkpoint(save(tmp_path, KIMI | config, kimi_tensors(**tensors)))
 
 
-# --- the formulas, by hand --------------------------------------------------------------------------------------------
-
-
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-
-
-def frequencies() -> Tensor:
-    """YaRN's, by its paper (arXiv 2309.00071): low ones stretched by the factor, high ones kept, a ramp between."""
-    half, theta, factor, trained = 2, 50000.0, 64.0, 16
-    plain = theta ** (-torch.arange(half) / half)
-
-    def turns_at(turns: float) -> float:
-        return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
-
-    low, high = max(math.floor(turns_at(32)), 0), min(math.ceil(turns_at(1)), 2 * half - 1)
-    ramp = ((torch.arange(half) - low) / max(high - low, 0.001)).clamp(0, 1)
-    return plain / factor * ramp + plain * (1 - ramp)
-
-
-def turn(x: Tensor, positions: Tensor) -> Tensor:
-    """Pairs (0, 1), (2, 3) of `(…, T, 4)` as complex numbers, turned by position times frequency."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    angles = positions[:, None] * frequencies()
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
-
-
-def reference_pass(w: dict[str, Tensor], embeddings: Tensor, aux: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and feedback `(T, …)` of one sequence: keys and values made for every head, nothing absorbed or cached."""
-    count, positions = len(embeddings), torch.arange(len(embeddings))
-    slots = [rms(slot, w[f"fc_norm.{i}.weight"]) for i, slot in enumerate(aux.split(32, -1))]
-    g = torch.cat(slots, -1) @ w["fc.weight"].T
-    p = {name.removeprefix("midlayer."): tensor for name, tensor in w.items() if name.startswith("midlayer.")}
-    read = torch.cat((rms(embeddings, p["input_layernorm.weight"]), rms(g, p["hidden_norm.weight"])), -1)
-    a = {name.removeprefix("self_attn.").removesuffix(".weight"): t for name, t in p.items() if "self_attn" in name}
-    query = (rms(read @ a["q_a_proj"].T, a["q_a_layernorm"]) @ a["q_b_proj"].T).view(count, 4, 10).transpose(0, 1)
-    latent, rotated = (read @ a["kv_a_proj_with_mqa"].T).split((10, 4), -1)
-    made = (rms(latent, a["kv_a_layernorm"]) @ a["kv_b_proj"].T).view(count, 4, 11).transpose(0, 1)
-    key = torch.cat((made[..., :6], turn(rotated, positions).expand(4, -1, -1)), -1)
-    query = torch.cat((query[..., :6], turn(query[..., 6:], positions)), -1)
-    scale = (0.1 * math.log(64.0) + 1) ** 2 / math.sqrt(10)
-    scores = (query @ key.transpose(1, 2)) * scale
-    scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -math.inf)
-    attended = (scores.softmax(-1) @ made[..., 6:]).transpose(0, 1).reshape(count, 20)
-    hidden = g + attended @ a["o_proj"].T
-    inner = rms(hidden, p["post_attention_layernorm.weight"])
-    gated = torch.nn.functional.silu(inner @ p["mlp.gate_proj.weight"].T) * (inner @ p["mlp.up_proj.weight"].T)
-    y = rms(hidden + gated @ p["mlp.down_proj.weight"].T, w["norm.weight"])
-    return y @ w["lm_head.weight"].T, y
-
-
-@torch.no_grad()
-def test_the_layer_is_the_published_formula(tmp_path):
-    tensors = {name: tensor.double() for name, tensor in kimi_tensors().items()}
-    drafter = Eagle31Drafter.from_pretrained(save(tmp_path, KIMI, tensors)).double()
-    dice = torch.Generator().manual_seed(1)
-    embeddings, aux = (torch.randn(9, width, generator=dice).double() for width in (32, 96))
-    logits, feedback = reference_pass(tensors, embeddings, aux)
-    rotary = drafter.rotary(torch.arange(9)[None])
-    whole = drafter.decode(embeddings[None], drafter.fuse_aux(aux[None]), rotary)
-    torch.testing.assert_close(drafter.draft_logits(whole.normed)[0], logits, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(whole.feedback[0], feedback, rtol=1e-6, atol=1e-6)
-    # And in pieces, through a cache that holds one latent and one rotated key a token.
-    cache = SpeculativeCache([None], batch_size=1, capacity=9, block=4)
-    parts = []
-    for start, stop in ((0, 4), (4, 8), (8, 9)):
-        cache.place(stop - start)
-        mask = cache.attention_mask(dtype=torch.float64)
-        piece = tuple(table[:, start:stop] for table in rotary)
-        parts.append(
-            drafter.decode(
-                embeddings[None, start:stop], drafter.fuse_aux(aux[None, start:stop]), piece, mask, cache
-            ).normed
-        )
-        cache.commit(stop - start)
-    torch.testing.assert_close(torch.cat(parts, 1), whole.normed)
-    assert cache.layers[0].keys.shape[1:] == (1, 9, 14)
-
-
 # --- at work ----------------------------------------------------------------------------------------------------------
 
 
@@ -233,15 +147,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@torch.no_grad()
 def test_greedy_text_is_the_targets(pair, way):
     target, drafter = pair
-    inputs = left_padded(random_prompts(3))
-    wanted = target.generate(**inputs, max_new_tokens=24, do_sample=False)
     with configured(drafter, **WAYS[way]):
-        got = target.generate(**inputs, max_new_tokens=24, do_sample=False, assistant_model=drafter)
-    assert torch.equal(got, wanted)
-    assert drafter.stats.loop == "own", drafter.stats.reason
+        assert_same_text(target, drafter, left_padded(random_prompts(3)), max_new_tokens=24, do_sample=False)
 
 
 def test_saved_it_serves_again_and_without_query_latent_too(pair, tmp_path):

@@ -1,10 +1,9 @@
-"""The drafter network against its formulas, written out in plain tensor code that shares nothing with the package."""
+"""The drafter network against its formulas."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from eagle31_hf import Eagle31Config, Eagle31Drafter
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import CheckpointFormatError
 from helpers import GROUPED, random_target, seeded
+from reference_drafter import Reference, Yarn, plain_frequencies
 
 HIDDEN, TARGET_HIDDEN, INTERMEDIATE, VOCABULARY, DRAFT_VOCABULARY = 32, 48, 40, 50, 20
 HEADS, KV_HEADS, HEAD_DIM, EPS = 8, 2, 6, 1e-5
@@ -33,99 +33,20 @@ ROPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# --- the formulas -----------------------------------------------------------------------------------------------------
-
-
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS) * weight
-
-
-def silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))
-
-
-def inverse_frequencies(rope: dict[str, Any]) -> tuple[Tensor, float]:
-    """Angles per position `(d/2,)` and the factor on cosine and sine."""
-    half = HEAD_DIM // 2
-    plain = torch.tensor([rope["rope_theta"] ** (-2 * i / HEAD_DIM) for i in range(half)], dtype=torch.float64)
-    if rope["rope_type"] == "default":
-        return plain, 1.0
-    factor = rope["factor"]
+def turning(rope: dict[str, Any]) -> dict[str, Any]:
+    """Angles per position and the factor on cosine and sine, as `Reference` takes them."""
+    plain, factor = plain_frequencies(rope["rope_theta"], HEAD_DIM), rope.get("factor")
     if rope["rope_type"] == "linear":
-        return plain / factor, 1.0
-    original = rope["original_max_position_embeddings"]
+        return {"frequencies": plain / factor}
     if rope["rope_type"] == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        turns = original * plain / (2 * math.pi)
+        turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
         keep = ((turns - low) / (high - low)).clamp(0, 1)  # short waves stay, long ones are stretched
-        return plain * keep + plain / factor * (1 - keep), 1.0
-
-    def dimension_of(rotations: float) -> float:
-        return HEAD_DIM * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
-
-    low = max(math.floor(dimension_of(rope["beta_fast"])), 0)
-    high = min(math.ceil(dimension_of(rope["beta_slow"])), HEAD_DIM - 1)
-    ramp = ((torch.arange(half, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return plain / factor * ramp + plain * (1 - ramp), 0.1 * math.log(factor) + 1.0
-
-
-def rotate(x: Tensor, positions: Tensor, rope: dict[str, Any]) -> Tensor:
-    """`x (T, heads, d)`: pairs `(x_i, x_{i+d/2})` turned by their position's angle."""
-    frequencies, scale = inverse_frequencies(rope)
-    angle = (positions[:, None].double() * frequencies).to(x.dtype)[:, None]  # (T, 1, d/2)
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = torch.cos(angle) * scale, torch.sin(angle) * scale
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-@dataclass
-class Formulas:
-    """One drafter written out; `w` are its tensors under their published names."""
-
-    w: dict[str, Tensor]
-    config: Eagle31Config
-    rope: dict[str, Any]
-
-    def fuse(self, aux: Tensor) -> Tensor:
-        """`(T, 3*Ht)` to `(T, H)`."""
-        if self.config.aux_norm == "per_slot":
-            aux = torch.cat([rms(a, self.w[f"fc_norm.{i}.weight"]) for i, a in enumerate(aux.chunk(3, -1))], -1)
-        if self.config.aux_norm == "concatenated":
-            aux = rms(aux, self.w["input_norm.weight"])
-        return aux @ self.w["fc.weight"].T + self.w.get("fc.bias", torch.zeros(1))
-
-    def attention(self, x: Tensor, layer: str) -> Tensor:
-        positions = torch.arange(len(x))
-        q, k, v = (x @ self.w[f"{layer}.self_attn.{n}_proj.weight"].T for n in "qkv")
-        q, k, v = q.view(-1, HEADS, HEAD_DIM), k.view(-1, KV_HEADS, HEAD_DIM), v.view(-1, KV_HEADS, HEAD_DIM)
-        if self.config.qk_norm:
-            q = rms(q, self.w[f"{layer}.self_attn.q_norm.weight"])
-            k = rms(k, self.w[f"{layer}.self_attn.k_norm.weight"])
-        q, k = rotate(q, positions, self.rope), rotate(k, positions, self.rope)
-        heads = []
-        for head in range(HEADS):
-            shared = head // (HEADS // KV_HEADS)
-            scores = q[:, head] @ k[:, shared].T / math.sqrt(HEAD_DIM)
-            scores = scores.masked_fill(positions[None] > positions[:, None], float("-inf"))
-            heads.append(torch.softmax(scores, -1) @ v[:, shared])
-        return torch.cat(heads, -1) @ self.w[f"{layer}.self_attn.o_proj.weight"].T
-
-    def mlp(self, x: Tensor, layer: str) -> Tensor:
-        gate, up, down = (self.w[f"{layer}.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
-        return (silu(x @ gate.T) * (x @ up.T)) @ down.T
-
-    def step(self, embedding: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Causal pass over `(T, H)` and `(T, H)`: post-norm state and feedback, both `(T, H)`."""
-        v = rms(g, self.w["layers.0.hidden_norm.weight"])
-        z = torch.cat((rms(embedding, self.w["layers.0.input_layernorm.weight"]), v), -1)
-        h = (v if self.config.norm_before_residual else g) + self.attention(z, "layers.0")
-        h = h + self.mlp(rms(h, self.w["layers.0.post_attention_layernorm.weight"]), "layers.0")
-        for index in range(1, self.config.num_hidden_layers):
-            layer = f"layers.{index}"
-            h = h + self.attention(rms(h, self.w[f"{layer}.input_layernorm.weight"]), layer)
-            h = h + self.mlp(rms(h, self.w[f"{layer}.post_attention_layernorm.weight"]), layer)
-        y = rms(h, self.w["norm.weight"])
-        return y, y if self.config.norm_output else h
+        return {"frequencies": plain * keep + plain / factor * (1 - keep)}
+    if rope["rope_type"] == "yarn":
+        yarn = Yarn(factor, rope["original_max_position_embeddings"])
+        return {"frequencies": yarn.frequencies(1e4, HEAD_DIM), "rotary_scale": 0.1 * math.log(factor) + 1}
+    return {"frequencies": plain}
 
 
 # --- every variant ----------------------------------------------------------------------------------------------------
@@ -157,7 +78,7 @@ VARIANTS = [  # the four above in every combination, the others in turn
 ]  # fmt: skip
 
 
-def build(variant: dict[str, Any]) -> tuple[Any, Eagle31Drafter, Formulas]:
+def build(variant: dict[str, Any]) -> tuple[Any, Eagle31Drafter, Reference]:
     width = TARGET_HIDDEN if variant["wide"] else HIDDEN
     sizes = {"hidden_size": width, "vocab_size": VOCABULARY, "head_dim": 8, "initializer_range": 0.3}
     target = random_target(hf.LlamaConfig(**{**GROUPED, **sizes}), seed=2)
@@ -185,13 +106,15 @@ def build(variant: dict[str, Any]) -> tuple[Any, Eagle31Drafter, Formulas]:
             ids = torch.randperm(VOCABULARY)[:DRAFT_VOCABULARY].sort().values
             drafter.d2t.copy_(ids - torch.arange(DRAFT_VOCABULARY))
     drafter.attach(target)
-    tensors = {name: tensor.detach() for name, tensor in drafter.canonical_tensors().items()}
-    return target, drafter, Formulas(tensors, config, ROPES[variant["rope"]])
+    tensors = {name.removeprefix("layers.0."): t.detach() for name, t in drafter.canonical_tensors().items()}
+    tensors = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
+    flags = {name: variant[name] for name in ("norm_output", "norm_before_residual")}
+    return target, drafter, Reference(tensors, HEADS, KV_HEADS, eps=EPS, **flags, **turning(ROPES[variant["rope"]]))
 
 
 def assert_agree(got: Tensor, wanted: Tensor) -> None:
     """Equal to a hundred-thousandth of the tensor's largest value: fp32 sums in another order differ by less."""
-    torch.testing.assert_close(got, wanted, atol=1e-5 * max(1.0, float(wanted.abs().max())), rtol=0)
+    torch.testing.assert_close(got.double(), wanted, atol=1e-5 * max(1.0, float(wanted.abs().max())), rtol=0)
 
 
 def label(variant: dict[str, Any]) -> str:
@@ -204,13 +127,13 @@ def label(variant: dict[str, Any]) -> str:
 def test_one_pass_is_the_formula(variant: dict[str, Any]) -> None:
     target, drafter, formulas = build(variant)
     with seeded(6):
-        ids, aux = torch.randint(0, VOCABULARY, (9,)), torch.randn(9, 3 * formulas.config.target_hidden_size)
-    table = formulas.w.get("embed_tokens.weight", target.get_input_embeddings().weight)
+        ids, aux = torch.randint(0, VOCABULARY, (9,)), torch.randn(9, 3 * drafter.config.target_hidden_size)
+    table = formulas.w.get("embed_tokens.weight", target.get_input_embeddings().weight).double()
     head = formulas.w.get("lm_head.weight")
     if head is None:
-        head = target.lm_head.weight
+        head = target.lm_head.weight.double()
         head = head[torch.arange(DRAFT_VOCABULARY) + formulas.w["d2t"]] if variant["reduced"] else head
-    normed, feedback = formulas.step(table[ids], formulas.fuse(aux))
+    normed, feedback = formulas.step(table[ids], formulas.fuse(aux.double()))
 
     got = drafter.decode(drafter.embed(ids[None]), drafter.fuse_aux(aux[None]), drafter.rotary(torch.arange(9)[None]))
     assert_agree(got.normed[0], normed)
@@ -228,8 +151,8 @@ def test_draft_step_is_a_row_of_the_teacher_forced_pass(variant: dict[str, Any])
     prompt, steps = 7, 4
     with seeded(8):
         ids = torch.randint(0, VOCABULARY, (prompt + steps,))
-        aux = torch.randn(prompt, 3 * formulas.config.target_hidden_size)
-    table = formulas.w.get("embed_tokens.weight", target.get_input_embeddings().weight)
+        aux = torch.randn(prompt, 3 * drafter.config.target_hidden_size)
+    table = formulas.w.get("embed_tokens.weight", target.get_input_embeddings().weight).double()
 
     session = DraftSession(drafter, batch_size=1, capacity=32, block=8)
     session.absorb(ids[None, :4], aux[None, :4], [4])  # in two parts, as chunked prefill and later rounds do
@@ -238,20 +161,20 @@ def test_draft_step_is_a_row_of_the_teacher_forced_pass(variant: dict[str, Any])
     for step in range(steps):
         states.append(session.step(ids[None, prompt + step, None], states[-1].feedback, after=step, depth=step))
 
-    g = formulas.fuse(aux)
+    g = formulas.fuse(aux.double())
     for step, state in enumerate(states):
         normed, feedback = formulas.step(table[ids[: prompt + step]], g)
         assert_agree(state.feedback[0, -1], feedback[-1])
-        assert_agree(state.logits[0, -1], drafter.draft_logits(normed[-1]))
+        assert_agree(state.logits[0, -1], drafter.draft_logits(normed[-1].float()).double())
         g = torch.cat((g, feedback[-1:]))
 
 
 @torch.no_grad()
 def test_drafts_leave_no_trace_in_the_cache() -> None:
     """After a round the drafter reads the true hidden states as if it had never drafted."""
-    _, drafter, formulas = build(VARIANTS[0])
+    _, drafter, _ = build(VARIANTS[0])
     with seeded(9):
-        ids, aux = torch.randint(0, VOCABULARY, (1, 8)), torch.randn(1, 8, 3 * formulas.config.target_hidden_size)
+        ids, aux = torch.randint(0, VOCABULARY, (1, 8)), torch.randn(1, 8, 3 * drafter.config.target_hidden_size)
     with_drafts = DraftSession(drafter, batch_size=1, capacity=32, block=8)
     without = DraftSession(drafter, batch_size=1, capacity=32, block=8)
     for session in (with_drafts, without):
@@ -268,14 +191,14 @@ def test_drafts_leave_no_trace_in_the_cache() -> None:
 @pytest.mark.parametrize("counts", [[3], [20], [3, 3], [5, 0, 2], [20, 1, 7]], ids=str)
 def test_a_round_makes_one_rotary_table_at_most(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """What turned the absorbed positions goes on to turn the drafts, to the bit, whatever each row absorbed."""
-    _, drafter, formulas = build(VARIANTS[0])
+    _, drafter, _ = build(VARIANTS[0])
     rows, width = len(counts), max(counts)
     session = DraftSession(drafter, batch_size=rows, capacity=64, block=32)
     rotary, tables = drafter.rotary, []
     monkeypatch.setattr(drafter, "rotary", lambda positions: tables.append(positions) or rotary(positions))
     for before in (range(1, rows + 1), counts):  # rows start the round that is looked at with unlike lengths
         tables.clear()
-        aux = torch.zeros(rows, max(before), 3 * formulas.config.target_hidden_size)
+        aux = torch.zeros(rows, max(before), 3 * drafter.config.target_hidden_size)
         session.absorb(torch.zeros(rows, max(before), dtype=torch.long), aux, list(before))
     for depth in range(5):
         session.step(torch.zeros(rows, 1, dtype=torch.long), session.root.feedback, after=depth, depth=depth)

@@ -52,24 +52,30 @@ class Reference:
         Args:
             aux: `(T, A*Ht)` of the prompt's positions. embed: ids to rows. tokens: `T` ids, each position's next.
         """
-        g, tokens, logits = self._fuse(aux), list(tokens), []
+        g, tokens, logits = self.fuse(aux), list(tokens), []
         for _ in range(steps):
-            hidden = self._layers(embed(torch.tensor(tokens)), g)[-1:]
-            normed = self._rms(hidden, self.w["norm.weight"])
-            logits.append((normed @ self.w["lm_head.weight"].T)[0])
+            normed, feedback = self.step(embed(torch.tensor(tokens)), g)
+            logits.append(normed[-1] @ self.w["lm_head.weight"].T)
             row = int(logits[-1].argmax())
             tokens.append(row + int(self.w["d2t"][row]) if "d2t" in self.w else row)
-            g = torch.cat((g, normed if self.norm_output else hidden))
+            g = torch.cat((g, feedback[-1:]))
         return logits
 
-    def _fuse(self, aux: Tensor) -> Tensor:
+    def step(self, embeddings: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """One causal pass over `(T, H)` and `(T, H)`: normed states and what is fed back, both `(T, H)`."""
+        hidden = self._layers(embeddings, g)
+        normed = self._rms(hidden, self.w["norm.weight"])
+        return normed, normed if self.norm_output else hidden
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """`(T, A*Ht)` to `(T, H)`."""
         if "input_norm.weight" in self.w:
             aux = self._rms(aux, self.w["input_norm.weight"])
         slots = [weight for name, weight in sorted(self.w.items()) if name.startswith("fc_norm.")]
         if slots:
             parts = aux.chunk(len(slots), -1)
             aux = torch.cat([self._rms(part, weight) for part, weight in zip(parts, slots, strict=True)], -1)
-        return aux @ self.w["fc.weight"].T
+        return aux @ self.w["fc.weight"].T + self.w.get("fc.bias", 0)
 
     def _layers(self, embeddings: Tensor, g: Tensor) -> Tensor:
         normed = self._rms(g, self.w["hidden_norm.weight"])
