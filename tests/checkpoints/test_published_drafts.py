@@ -94,6 +94,16 @@ SPECFORGE = {
     "qwq-32b": specforge({"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False}, 64),
 }  # fmt: skip
 
+SPECFORGE |= {
+    "the norms' first names": specforge(
+        {"use_aux_norm": True, "norm_output": True}, 36, aux_norm="per_slot", means={"norm_output": True},
+        renames={f"fc_norm.{i}.weight": f"aux_norm_{name}.weight" for i, name in enumerate(("low", "mid", "high"))},
+    ),
+    "SGLang's further layers": specforge(
+        {}, 36, layers=2, renames={"layers.1.input_layernorm.weight": "layers.1.hidden_norm.weight"}
+    ),
+}  # fmt: skip
+
 KIMI_YARN = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0,
              "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
 OF_LATENT: dict[str, Any] = {
@@ -108,6 +118,12 @@ WHOLE = {"draft_vocab_size": ...}
 
 TORCHSPEC = {
     "kimi-k2.5": Case(OF_QWEN | WHOLE | MARK, depth=61, whole=True),
+    "layers by what they complete": Case(
+        OF_QWEN | WHOLE | MARK | {"eagle_aux_hidden_state_layer_ids": [5, 20, 30]},
+        depth=36,
+        taps=(6, 21, 31),
+        whole=True,
+    ),
     "kimi-k2.5, latent": Case(
         MLA | VLLM_LATENT_CLASS | MARK | {"model_type": "kimi_k2"}, OF_LATENT, depth=61, whole=True, latent=True
     ),
