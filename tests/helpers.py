@@ -11,7 +11,7 @@ import dataclasses
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -306,6 +306,8 @@ def assert_same_text(
     *,
     seed: int = 0,
     loop: str | None = "own",
+    oracle: int | None = None,
+    settings: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """`generate(**kwargs)` writes the same tokens with the drafter as without, and leaves the generator alike.
@@ -313,6 +315,8 @@ def assert_same_text(
     Args:
         inputs: prompts `(B, T)`, or the arguments that hold them.
         loop: the loop that must have written the text, by `stats.loop`; `None` if any may.
+        oracle: seed of drafts that are right for a while (`oracle_drafts`), of which our loop must have accepted some.
+        settings: fields of the drafter's `generation_config` meanwhile.
 
     Returns:
         Tensor: the text `(B, T)`, prompts included.
@@ -321,11 +325,15 @@ def assert_same_text(
     torch.manual_seed(seed)
     plain = target.generate(**arguments, **kwargs)
     plain_state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    text = target.generate(**arguments, **kwargs, assistant_model=drafter)
+    length = arguments["input_ids"].shape[1]
+    drafts = nullcontext() if oracle is None else oracle_drafts(plain, length, seed=oracle)
+    with configured(drafter, **settings or {}), drafts:
+        torch.manual_seed(seed)
+        text = target.generate(**arguments, **kwargs, assistant_model=drafter)
     assert torch.equal(text, plain), f"got {text.tolist()}, wanted {plain.tolist()}"
     assert torch.equal(torch.get_rng_state(), plain_state), "torch's generator was left in another state"
     assert loop in (None, drafter.stats.loop), f"written by {drafter.stats.loop}: {drafter.stats.reason}"
+    assert oracle is None or drafter.stats.loop == "plain" or drafter.stats.accepted > 0, "nothing was tried"
     return text
 
 

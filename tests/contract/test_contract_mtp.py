@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.targets.binding import CACHE_ARGUMENT
-from helpers import VOCABULARY, configured, left_padded, oracle_drafts, seeded
+from helpers import VOCABULARY, assert_same_text, left_padded, seeded
 from mtp_targets import CONFIGS, FAMILIES, target_with_head
 
 pytestmark = pytest.mark.contract
@@ -33,13 +33,6 @@ def prompts(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
     return left_padded([torch.randint(3, VOCABULARY, (n,), generator=dice).tolist() for n in lengths])
 
 
-def written(target: Any, inputs: dict[str, Tensor], seed: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """The text, and the generator's state behind it."""
-    with seeded(seed):
-        text = target.generate(**inputs, max_new_tokens=NEW_TOKENS, pad_token_id=0, **kwargs)
-        return text, torch.random.get_rng_state()
-
-
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("drafts", [1, 3, 6])
@@ -47,16 +40,13 @@ def written(target: Any, inputs: dict[str, Tensor], seed: int, **kwargs: Any) ->
 def test_text_is_plain(pair, sampled, rows, drafts, acceleration):
     target, drafter = pair
     inputs = prompts([5, 17, 11, 8][:rows], seed=drafts)
-    settings: dict[str, Any] = {"do_sample": sampled} | ({"temperature": 0.8, "top_k": 20} if sampled else {})
-    plain, state = written(target, inputs, drafts, **settings)
+    how: dict[str, Any] = {"do_sample": sampled} | ({"temperature": 0.8, "top_k": 20} if sampled else {})
     loop = {"num_assistant_tokens": drafts, "num_assistant_tokens_schedule": "constant", "prefill_chunk_size": 8,
             "acceleration": acceleration}  # fmt: skip
-    with configured(drafter, **loop), oracle_drafts(plain, inputs["input_ids"].shape[1], seed=drafts):
-        ours, state_after = written(target, inputs, drafts, assistant_model=drafter, **settings)
-    assert torch.equal(ours, plain)
-    assert torch.equal(state_after, state)
-    assert drafter.stats.loop == "own"
-    assert drafter.stats.accepted > 0
+    assert_same_text(
+        target, drafter, inputs, seed=drafts, oracle=drafts, settings=loop, **how, max_new_tokens=NEW_TOKENS,
+        pad_token_id=0,
+    )  # fmt: skip
     if acceleration == "compile" and drafter.config.sliding_window is None:
         assert not drafter.stats.fallbacks, "drafts of a head are graphs like any other's"
 
@@ -81,9 +71,8 @@ def test_a_head_that_is_right_has_every_draft_accepted(tmp_path):
     plain = target.generate(**inputs, max_new_tokens=40, do_sample=False)
     assert len(set(plain[0, 5:].tolist())) > 20, "the text does not stand still"
     for drafts in (1, 3, 5):
-        with configured(drafter, num_assistant_tokens=drafts, num_assistant_tokens_schedule="constant"):
-            ours = target.generate(**inputs, max_new_tokens=40, do_sample=False, assistant_model=drafter)
-        assert torch.equal(ours, plain)
+        settings = {"num_assistant_tokens": drafts, "num_assistant_tokens_schedule": "constant"}
+        assert_same_text(target, drafter, inputs, settings=settings, max_new_tokens=40, do_sample=False)
         assert drafter.stats.accepted == drafter.stats.drafted
         assert drafter.stats.acceptance_length > 0.9 * (drafts + 1)
 
@@ -122,9 +111,8 @@ def test_a_packed_head_writes_plains_text(tmp_path, family, precision):
     packed = [name for name, kind in kinds.items() if name.endswith("_proj") and kind not in ("Linear", "Identity")]
     assert packed, "where rows are whole blocks"
     assert kinds["fc"] == "Linear", "and fc never"
-    inputs = prompts([7], seed=2)
-    plain = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    with configured(drafter, num_assistant_tokens=3, num_assistant_tokens_schedule="constant"):
-        ours = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, assistant_model=drafter)
-    assert torch.equal(ours, plain)
+    settings = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    assert_same_text(
+        target, drafter, prompts([7], seed=2), settings=settings, max_new_tokens=NEW_TOKENS, do_sample=False
+    )
     assert drafter.stats.drafted > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as hf
@@ -12,10 +14,12 @@ from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_
 
 
 @pytest.mark.contract
+@pytest.mark.parametrize("how", [{}, {"do_sample": True, "temperature": 0.7, "top_p": 0.8}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loop", SHAPES)
-def test_scores_and_logits(loop: str, size: int) -> None:
-    kwargs = {"repetition_penalty": 1.3, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+def test_scores_and_logits(loop: str, size: int, how: dict[str, Any]) -> None:
+    kwargs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, **how}
+    kwargs["repetition_penalty"] = 1.3
     for name in ("llama", "gemma3"):
         inputs = left_padded(prompts_for(name, size, seed=17))
         plain = greedy(name, inputs, **kwargs)

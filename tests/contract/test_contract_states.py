@@ -17,14 +17,21 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
-from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache import states
 from eagle31_hf.cache.placement import Placement
 from eagle31_hf.cache.state_tape import LastNodes
 from eagle31_hf.loop.carried_cache import BEFORE_THE_ANSWER
 from eagle31_hf.targets.binding import CACHE_ARGUMENT, cache_argument
 from families import RECURRENT_FAMILIES, SEEING_HYBRIDS, clamped_target, recurrent_target
-from helpers import VOCABULARY, configured, left_padded, oracle_drafts, random_drafter, seeded, switching_policies
+from helpers import (
+    VOCABULARY,
+    assert_same_text,
+    configured,
+    left_padded,
+    oracle_drafts,
+    random_drafter,
+    switching_policies,
+)
 
 pytestmark = pytest.mark.contract
 
@@ -40,7 +47,7 @@ TAPED = [family for family in RECURRENT_FAMILIES if family not in PLAIN]
 
 
 @cache
-def pair(family: str) -> tuple[Any, Eagle31Drafter]:
+def pair(family: str) -> tuple[Any, Any]:
     model = SEEING_HYBRIDS[family].model() if family in SEEING_HYBRIDS else recurrent_target(family)
     return model, random_drafter(model, aux_layers=[1, 2, 3])
 
@@ -50,19 +57,16 @@ def prompts(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
     return left_padded([torch.randint(3, VOCABULARY, (n,), generator=dice).tolist() for n in lengths])
 
 
+GREEDY = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+
+
 def greedy(model: Any, inputs: dict[str, Any], new_tokens: int = 16, **kwargs: Any) -> Any:
-    return model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, **kwargs)
+    return model.generate(**inputs, **{**GREEDY, "max_new_tokens": new_tokens}, **kwargs)
 
 
-def assert_plain(family: str, inputs: dict[str, Tensor], settings: dict[str, Any], **kwargs: Any) -> Eagle31Drafter:
-    model, drafter = pair(family)
-    plain = greedy(model, inputs, **kwargs)
-    with configured(drafter, **settings), oracle_drafts(plain, inputs["input_ids"].shape[1], seed=len(plain)):
-        ours = greedy(model, inputs, assistant_model=drafter, **kwargs)
-    assert torch.equal(ours, plain)
-    assert drafter.stats is not None
-    assert drafter.stats.loop == "own", drafter.stats.reason
-    return drafter
+def assert_plain(family: str, inputs: dict[str, Tensor], settings: dict[str, Any], **kwargs: Any) -> Tensor:
+    how = {"oracle": len(inputs["input_ids"]), **GREEDY, **kwargs}
+    return assert_same_text(*pair(family), inputs, settings=settings, **how)
 
 
 @pytest.mark.parametrize(("family", "shape"), [*product(TAPED, SHAPES)])
@@ -70,33 +74,22 @@ def test_text_is_plains(family: str, shape: str) -> None:
     """Alone and in a batch of four of which one prompt is a single token and one shorter than convolutions look. A tree
     that was asked for is drafted as a chain."""
     for lengths in ([23], [1, 3, 30, 12]):
-        drafter = assert_plain(family, prompts(lengths), SHAPES[shape])
-        assert drafter.stats is not None
-        assert drafter.stats.accepted > 0, "nothing was tried"
-        assert [why[:36] for why in drafter.stats.fallbacks] == ["trees are drafted as chains of their"] * (
-            shape == "tree"
-        )
+        assert_plain(family, prompts(lengths), SHAPES[shape])
+        fallbacks = pair(family)[1].stats.fallbacks
+        assert [why[:36] for why in fallbacks] == ["trees are drafted as chains of their"] * (shape == "tree")
 
 
 @pytest.mark.parametrize("family", PLAIN)
 def test_states_that_cannot_be_recorded_are_decoded_plainly(family: str) -> None:
-    model, drafter = pair(family)
-    inputs = prompts([12, 3])
-    assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
-    assert drafter.stats is not None
-    assert drafter.stats.loop == "plain"
-    assert "code that cannot be recorded" in drafter.stats.reason
+    assert_same_text(*pair(family), prompts([12, 3]), loop="plain", **GREEDY)
+    assert "code that cannot be recorded" in pair(family)[1].stats.reason
 
 
 @pytest.mark.parametrize("family", SOME)
 def test_rounds_of_changing_length(family: str) -> None:
     """Drafts of every length and none, in turn."""
-    model, drafter = pair(family)
-    inputs = prompts([9, 1, 17, 4])
-    plain = greedy(model, inputs, 40)
-    oracle = oracle_drafts(plain, inputs["input_ids"].shape[1])
-    with configured(drafter, **SHAPES["tree"]), switching_policies() as policies, oracle:
-        assert torch.equal(greedy(model, inputs, 40, assistant_model=drafter), plain)
+    with switching_policies() as policies:
+        assert_plain(family, prompts([9, 1, 17, 4]), SHAPES["tree"], max_new_tokens=40, oracle=0)
     assert policies[0].kinds > {"none", "cut"}
 
 
@@ -108,7 +101,7 @@ def test_rows_that_have_ended(family: str) -> None:
     free = greedy(model, inputs, 20)
     length = inputs["input_ids"].shape[1]
     ends = sorted({int(free[row, length + 3 * row + 2]) for row in range(3)})
-    assert_plain(family, inputs, SHAPES["chain"], new_tokens=20, eos_token_id=ends)
+    assert_plain(family, inputs, SHAPES["chain"], max_new_tokens=20, eos_token_id=ends)
 
 
 @pytest.mark.parametrize("family", [*SOME, "zamba2"])
@@ -116,17 +109,11 @@ def test_prompts_across_chunks(family: str) -> None:
     """A chunk of the drafter's own: the prompt's text is that of a prompt read at once, with a token left over, too."""
     settings = {**SHAPES["chain"], "prefill_chunk_size": CHUNK}
     for lengths in ([CHUNK + 1], [CHUNK + 1, 2 * CHUNK + 1, 3, 40]):
-        assert_plain(family, prompts(lengths), settings, new_tokens=8)
+        assert_plain(family, prompts(lengths), settings, max_new_tokens=8)
 
 
 def test_chunks_of_the_call() -> None:
-    model, drafter = pair("falcon_h1")
-    inputs = prompts([23, 3])
-    plain = greedy(model, inputs, prefill_chunk_size=9)
-    with configured(drafter, **SHAPES["chain"]), oracle_drafts(plain, inputs["input_ids"].shape[1]):
-        assert torch.equal(greedy(model, inputs, prefill_chunk_size=9, assistant_model=drafter), plain)
-    assert drafter.stats is not None
-    assert drafter.stats.loop == "own", drafter.stats.reason
+    assert_plain("falcon_h1", prompts([23, 3]), SHAPES["chain"], prefill_chunk_size=9)
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
@@ -139,9 +126,8 @@ def test_a_clamp_that_only_prompts_see(family: str) -> None:
     plain = greedy(model, inputs, 24)
     at_once = model(plain[2:]).logits[0, -25:-1].argmax(-1)
     assert not torch.equal(at_once, plain[2, -24:]), "the bound acts"
-    oracle = oracle_drafts(plain, inputs["input_ids"].shape[1])
-    with configured(drafter, **SHAPES["chain"], prefill_chunk_size=CHUNK), oracle:
-        assert torch.equal(greedy(model, inputs, 24, assistant_model=drafter), plain)
+    settings = {**SHAPES["chain"], "prefill_chunk_size": CHUNK}
+    assert_same_text(model, drafter, inputs, oracle=0, settings=settings, **GREEDY | {"max_new_tokens": 24})
 
 
 @pytest.mark.parametrize("family", [*SOME, "mamba2"])
@@ -159,7 +145,6 @@ def test_the_cache_of_the_last_turn(family: str) -> None:
         second = {"input_ids": appended, "attention_mask": torch.ones_like(appended)}
         ours = greedy(model, second, 10, assistant_model=drafter, **{CACHE_ARGUMENT: past})
         assert torch.equal(ours, greedy(model, second, 10))
-        assert drafter.stats is not None
         assert drafter.stats.prefilled_tokens == 4, "three new tokens, and the one no forward has read"
         changed = again = ours.clone()
         for at, read_again in ((3, 40), (-6, BEFORE_THE_ANSWER + 10)):
@@ -189,7 +174,6 @@ def test_ten_turns_of_which_some_rewrite_the_answer_before(family: str) -> None:
             plain = greedy(model, inputs, 12)
             with oracle_drafts(plain, said.shape[1], seed=turn):
                 assert torch.equal(greedy(model, inputs, 12, assistant_model=drafter, **{CACHE_ARGUMENT: past}), plain)
-            assert drafter.stats is not None
             assert drafter.stats.prefilled_tokens <= most, turn
             answer, message = plain[:, said.shape[1] :], torch.randint(3, VOCABULARY, (1, asked[turn]), generator=dice)
             said = torch.cat((said, answer[:, thought[turn] :], message), 1)
@@ -199,20 +183,8 @@ def test_ten_turns_of_which_some_rewrite_the_answer_before(family: str) -> None:
 @pytest.mark.parametrize("family", SOME)
 def test_sampled_text_is_plains(family: str) -> None:
     """Under the same seed, by drafts that follow it for a while."""
-    model, drafter = pair(family)
-    how = {"do_sample": True, "temperature": 0.9, "top_k": 30, "max_new_tokens": 16, "pad_token_id": 0}
     for lengths in ([9], [8, 3, 20]):
-        inputs = prompts(lengths)
-        with seeded(3):
-            plain = model.generate(**inputs, **how)
-        with (
-            configured(drafter, **SHAPES["chain"]),
-            oracle_drafts(plain, inputs["input_ids"].shape[1]),
-            seeded(3),
-        ):
-            assert torch.equal(model.generate(**inputs, **how, assistant_model=drafter), plain)
-        assert drafter.stats is not None
-        assert drafter.stats.loop == "own", drafter.stats.reason
+        assert_plain(family, prompts(lengths), SHAPES["chain"], do_sample=True, temperature=0.9, top_k=30, seed=3)
 
 
 # --- hybrids that see ---------------------------------------------------------------------------------------------
@@ -223,21 +195,16 @@ def test_hybrids_that_see_read_text(family: str) -> None:
     for lengths in ([23], [1, 3, 30, 12]):
         inputs = prompts(lengths)
         inputs["input_ids"] = inputs["input_ids"] % 80  # no token of a picture
-        drafter = assert_plain(family, inputs, SHAPES["chain"])
-        assert drafter.stats is not None
-        assert drafter.stats.accepted > 0, "nothing was tried"
+        assert_plain(family, inputs, SHAPES["chain"])
 
 
 @pytest.mark.parametrize("family", SEEING_HYBRIDS)
 def test_hybrids_read_pictures(family: str) -> None:
     """Alone, each picture another text, and in a ragged batch of three, each row its own picture."""
-    alone = [SEEING_HYBRIDS[family].inputs(picture) for picture in (1, 2)]
-    model, _ = pair(family)
-    assert not torch.equal(*(greedy(model, inputs) for inputs in alone)), "or nothing is tested"
-    for inputs in (*alone, SEEING_HYBRIDS[family].inputs(1, rows=3, padding=[0, 5, 2])):
-        drafter = assert_plain(family, inputs, SHAPES["chain"])
-        assert drafter.stats is not None
-        assert drafter.stats.accepted > 0, "nothing was tried"
+    seeing = SEEING_HYBRIDS[family]
+    one, other = (assert_plain(family, seeing.inputs(picture), SHAPES["chain"]) for picture in (1, 2))
+    assert not torch.equal(one, other), "or nothing is tested"
+    assert_plain(family, seeing.inputs(1, rows=3, padding=[0, 5, 2]), SHAPES["chain"])
 
 
 def test_a_picture_is_seen_in_the_next_turn() -> None:

@@ -17,15 +17,15 @@ from families import TEXT_FAMILIES
 from helpers import (
     GROUPED,
     SIZES,
-    configured,
+    assert_same_text,
     demo_tokenizer,
     left_padded,
-    oracle_drafts,
     random_drafter,
     random_prompts,
     random_target,
 )
 
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 WITHOUT_PAD = {name: value for name, value in SIZES.items() if name != "pad_token_id"}
 
 NO_DRAFTS: dict[str, Callable[[], Any]] = {
@@ -43,12 +43,8 @@ def test_a_target_that_cannot_verify_drafts_is_decoded_plainly(kind: str) -> Non
     eagle = random_drafter(target)
     binding = eagle.binding
     assert "tree self-test" in binding.tree_unsupported_reason
-    inputs = {"input_ids": torch.tensor(random_prompts(1, seed=3))}
-    settings: dict[str, Any] = {**inputs, "do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
-    plain = target.generate(**settings)
-    with oracle_drafts(plain, inputs["input_ids"].shape[1]):
-        assert torch.equal(target.generate(**settings, assistant_model=eagle), plain)
-    assert (eagle.stats.loop, "tree self-test" in eagle.stats.reason) == ("plain", True)
+    assert_same_text(target, eagle, torch.tensor(random_prompts(1, seed=3)), loop="plain", **GREEDY)
+    assert "tree self-test" in eagle.stats.reason
     found = {finding.check: finding for finding in preflight(Subject(eagle, demo_tokenizer(), (), lambda _: {}))}
     assert (found["verification"].level, "plain decoding only" in found["verification"].text) == ("problem", True)
 
@@ -71,13 +67,8 @@ def test_windows_under_other_names_are_not_believed(rows: int) -> None:
         )
     )  # fmt: skip
     eagle = random_drafter(target)
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 50, "pad_token_id": 0}
     inputs = left_padded(random_prompts(rows, seed=rows))
-    plain = target.generate(**inputs, **settings)
-    shape = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
-    with configured(eagle, **shape), oracle_drafts(plain, inputs["input_ids"].shape[1]):
-        assert torch.equal(target.generate(**inputs, **settings, assistant_model=eagle), plain)
-    assert eagle.stats.loop == "plain"
+    assert_same_text(target, eagle, inputs, loop="plain", **GREEDY | {"max_new_tokens": 50})
     assert "window of 24 tokens, window_size" in eagle.stats.reason
 
 
@@ -109,15 +100,9 @@ def test_a_forward_that_takes_no_positions_and_gives_all_logits(shape: dict[str,
     prompts = random_prompts(3, seed=3)
     alike = [prompt[:2] for prompt in prompts]
     for rows, loop in ((prompts[:1], "own"), (alike, "own"), (prompts, "plain")):
-        inputs = left_padded(rows)
-        settings: dict[str, Any] = {**inputs, "do_sample": False, "max_new_tokens": 14, "pad_token_id": 0}
-        plain = target.generate(**settings)
-        with (
-            configured(eagle, num_assistant_tokens=4, **shape),
-            oracle_drafts(plain, inputs["input_ids"].shape[1], seed=2),
-        ):
-            assert torch.equal(target.generate(**settings, assistant_model=eagle), plain)
-        assert (eagle.stats.loop, "counts pads" in eagle.stats.reason) == (loop, loop == "plain")
+        settings = {"num_assistant_tokens": 4, **shape}
+        assert_same_text(target, eagle, left_padded(rows), loop=loop, oracle=2, settings=settings, **GREEDY)
+        assert ("counts pads" in eagle.stats.reason) == (loop == "plain")
 
 
 @pytest.mark.skipif(not hasattr(hf, "InklingTextConfig"), reason="of newer versions of transformers")
@@ -131,10 +116,6 @@ def test_masks_under_names_of_its_own_are_named_in_the_reason() -> None:
     )  # fmt: skip
     target = random_target(config)
     eagle = random_drafter(target, aux_layers=[1, 2, 3])
-    inputs = {"input_ids": torch.tensor(random_prompts(1, seed=3))}
-    how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(target.generate(**inputs, **how), target.generate(**inputs, assistant_model=eagle, **how))
-    assert eagle.stats is not None
-    assert eagle.stats.loop == "plain"
+    assert_same_text(target, eagle, torch.tensor(random_prompts(1, seed=3)), loop="plain", **GREEDY)
     assert "looks for 'sliding_attention'" in eagle.stats.reason
     assert "hybrid_sliding" in eagle.stats.reason
