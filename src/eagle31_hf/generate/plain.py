@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerationMixin
 
-from ..loop.carried_cache import forget_text
+from ..loop.carried_cache import forget_other_text
 from ..loop.request import DecodingRequest
 from ..sampling.callers_code import Processed, set_states
 from ..stats import SpeculationStats
@@ -27,7 +27,7 @@ def write_plain(call: Call, stats: SpeculationStats) -> Any:
     if call.may_rotate_otherwise:
         call.generation_config.prefill_chunk_size = None
     if call.cache is not None and call.text_length == call.input_ids.shape[1]:
-        forget_text(call.cache, call.drafter.binding.text_config)
+        forget_other_text(call.cache, call.input_ids, call.drafter.binding.text_config)
     rows_wait = any(hasattr(rule, "eos_token_id") for rule in call.stopping_criteria)  # as `_sample` has it
     counting = CountingCriteria(call.stopping_criteria, rows_wait=rows_wait)
     output: Any = GenerationMixin._sample(

@@ -10,7 +10,7 @@ prompt agree. The drafter's own keys and values travel in the same place.
     new tokens only           nothing to compare with: the target's cache is believed, as plain `generate` does. Without
                               a record the drafter starts midway, its cache shorter than the target's.
 
-Where plain decoding takes over and is given the whole prompt, a cache with a record is emptied (`forget_text`).
+Where plain decoding takes over and is given the whole prompt, a cache of another text is emptied (`forget_other_text`).
 
 A drafter that starts midway needs no position offset: its rotary positions count only as differences. It sees less
 context, so fewer of its drafts may be accepted; the text is the target's either way. Reading the history again for the
@@ -88,9 +88,13 @@ class Eagle31CacheState:
         return torch.equal(found[:, here], self.key_checksum[:, there])
 
 
-def forget_text(cache: DynamicCache, config: PreTrainedConfig) -> None:
-    """Empty a cache that remembers its text, for a loop that would believe that it is the prompt's."""
-    if getattr(cache, "eagle31_state", None) is not None:
+def forget_other_text(cache: DynamicCache, prompts: Tensor, config: PreTrainedConfig) -> None:
+    """Empty a cache that remembers a text with which `prompts` `(1, P)` do not begin, for a loop that would believe so.
+
+    One that does hold their beginning stays: a picture in it may be seen nowhere else.
+    """
+    state = getattr(cache, "eagle31_state", None)
+    if isinstance(state, Eagle31CacheState) and state.agreement(prompts) < state.length:
         cache.layers = DynamicCache(config=config).layers
         cache.eagle31_state = None  # type: ignore[attr-defined]
 
