@@ -10,7 +10,7 @@ from fake_card import CARD, Counting, Work
 from fake_rounds import ACCEPTED, buffers_of
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.graphs import captured, seen_process
+from eagle31_hf.graphs import captured, seen
 from eagle31_hf.sampling.draw import PositionNoise
 from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.rows import Row, choose_as_generate
@@ -42,7 +42,7 @@ def serve(
     drafter.generation_config.num_assistant_tokens_schedule = "constant"
     with (
         mock.patch.dict(captured.CAPTURES, {"cuda": counting.capture}),
-        mock.patch.object(seen_process, "open_modes", list),  # those that count: graphs would not run another's
+        mock.patch.object(seen, "open_modes", list),  # those that count: graphs would not run another's
         drafter.binding.masked_attention(),
         torch.no_grad(),
     ):

@@ -9,7 +9,7 @@ from torch import Tensor
 from eagle31_hf.cache.graph_sizes import NODE_BUCKET
 from eagle31_hf.drafter.session import MOST_UNREAD, MOST_UNREAD_OF_SEVERAL, DraftSession, UnreadPositions
 from eagle31_hf.graphs.captured import CAPTURES, CapturesSteps
-from eagle31_hf.graphs.draft_session import MOST_PIECES, CompiledDrafting
+from eagle31_hf.graphs.draft_graphs import MOST_PIECES, CompiledDrafting
 from eagle31_hf.graphs.graphs import Graphs
 from eagle31_hf.loop.pair import current_graphs
 from helpers import VOCABULARY, drafter_of, seeded, use_fixed_shapes_only

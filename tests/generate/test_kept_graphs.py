@@ -48,7 +48,7 @@ from eagle31_hf.graphs import graphs
 from eagle31_hf.graphs.ahead import kept as kept_folder
 from eagle31_hf.graphs.ahead import packages
 from eagle31_hf.graphs.ahead.compiler_processes import CompilerProcesses
-from eagle31_hf.graphs.seen_state import ModelState
+from eagle31_hf.graphs.seen import ModelState
 from eagle31_hf.loop.decoder import SpeculativeDecoder
 from eagle31_hf.loop.pair import Pair
 from helpers import configured

@@ -17,7 +17,7 @@ from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.drafting import planner
 from eagle31_hf.drafting.draft_tree import DraftTree, ancestors_from_parents
 from eagle31_hf.graphs.captured import CAPTURES, CapturesSteps
-from eagle31_hf.graphs.draft_session import CompiledDrafting
+from eagle31_hf.graphs.draft_graphs import CompiledDrafting
 from eagle31_hf.graphs.graphs import Graphs
 from eagle31_hf.graphs.round_graphs import RoundGraph
 from eagle31_hf.graphs.steps import GraphKey

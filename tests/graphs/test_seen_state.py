@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 
 from adapter_changes import CHANGES, adapted, peft
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from eagle31_hf.graphs.seen_state import ModelState
+from eagle31_hf.graphs.seen import ModelState
 from families import RECURRENT_FAMILIES, TEXT_FAMILIES, recurrent_target
 from helpers import CONFIGS, random_target
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from eagle31_hf.graphs.seen_weights import SeenWeights, weights_of
+from eagle31_hf.graphs.seen import SeenWeights, weights_of
 
 
 def network() -> nn.Sequential:

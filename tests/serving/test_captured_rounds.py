@@ -14,7 +14,7 @@ from eagle31_hf.demo import target_path
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.drafting import planner
 from eagle31_hf.drafting.draft_tree import DraftTree
-from eagle31_hf.graphs import captured, inputs
+from eagle31_hf.graphs import captured, fixed_cache
 from eagle31_hf.loop.choosing import RoundBatch
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.round import Round
@@ -151,7 +151,7 @@ def test_more_rows_than_pay_are_eager(
     drafter: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eager = write_all(batch_of(drafter), new_texts())
-    monkeypatch.setattr(inputs, "MOST_POOLED_ROWS", 1)
+    monkeypatch.setattr(fixed_cache, "MOST_POOLED_ROWS", 1)
     Pair.of(drafter).graphs = None
     batch = batch_of(drafter)
     assert write_all(batch, new_texts()) == eager

@@ -20,9 +20,8 @@ from ..drafter.assistant import Assistant
 from ..errors import named_line
 from .ahead.packages import freezing
 from .ahead.packed_weights import PackedWeights
-from .ahead.repeated_layers import LayerCutter
-from .seen_state import ModelState
-from .seen_weights import SeenWeights, weights_of
+from .ahead.pieces import LayerCutter
+from .seen import ModelState, SeenWeights, weights_of
 from .steps import GraphKey, GraphMaker, OtherInputsError, RecordingFailedError, Step
 
 logger = logging.getLogger(__name__)

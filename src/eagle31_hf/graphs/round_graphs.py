@@ -20,6 +20,7 @@ from ..sampling.acceptance import Acceptance, accept_chosen, for_host, match_pre
 from ..sampling.seen_tokens import seen_after, seen_at_nodes
 from .draft_graphs import (
     ChosenBy,
+    CompiledDrafting,
     DraftInputs,
     DraftNodes,
     GraphChoice,
@@ -28,7 +29,6 @@ from .draft_graphs import (
     rotary_of,
     whole_step,
 )
-from .draft_session import CompiledDrafting
 from .fixed_cache import FixedShapeCache
 from .steps import GraphKey
 

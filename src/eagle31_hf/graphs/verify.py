@@ -28,9 +28,8 @@ from ..cache.state_tape import LastNodes, LastNodesInGraph, make_moves
 from ..cache.states import BlockTrace, StateLayer, settle_states, state_moves
 from ..drafting.draft_tree import DraftTree
 from ..targets.binding import TargetBinding, TargetOutput, Verification
-from .fixed_cache import CommittedStates, FixedShapeCache
+from .fixed_cache import CommittedStates, FixedShapeCache, GraphInputs
 from .graphs import Graphs
-from .inputs import GraphInputs
 from .steps import GraphKey, Step, buffers_of
 
 Masks = Tensor | dict[str, Tensor | None] | None

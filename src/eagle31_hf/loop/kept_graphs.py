@@ -17,12 +17,11 @@ from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
 from ..graphs.ahead import kept
 from ..graphs.ahead.kept import CompilesAhead, LoadsKept
-from ..graphs.ahead.own_files import make_own_folder, why_not_ours
-from ..graphs.ahead.packages import GraphPackages, prefix_of
+from ..graphs.ahead.packages import GraphPackages, make_own_folder, prefix_of, why_not_ours
 from ..graphs.captured import CAPTURES, CapturesSteps
 from ..graphs.graphs import Graphs
 from ..graphs.round_graphs import RoundGraph
-from ..graphs.seen_state import ModelState
+from ..graphs.seen import ModelState
 from ..graphs.steps import GraphKey
 from ..graphs.verify import why_states_are_eager
 from ..sampling.logits_processing import ScoreProcessing

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from ..drafter.assistant import Assistant
 from ..drafting.costs import RoundCosts
 from ..graphs.graphs import Graphs
-from ..graphs.seen_state import ModelState
+from ..graphs.seen import ModelState
 from ..graphs.steps import GraphMaker
 
 

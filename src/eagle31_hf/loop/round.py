@@ -23,8 +23,7 @@ from ..drafter.session import absorbed
 from ..drafting.draft_tree import DraftTree
 from ..drafting.host_numbers import on_device
 from ..drafting.shape import DraftShape
-from ..graphs.draft_graphs import ChosenBy, GraphChoice
-from ..graphs.draft_session import CompiledDrafting
+from ..graphs.draft_graphs import ChosenBy, CompiledDrafting, GraphChoice
 from ..graphs.graphs import Graphs
 from ..graphs.round_graphs import AcceptedAhead, RoundGraph
 from ..graphs.verify import CompiledVerification

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle31_hf.graphs.ahead.compiler_processes import CompilerError, CompilerProcesses
-from eagle31_hf.graphs.ahead.package_compiler import CompileJob
+from eagle31_hf.graphs.ahead.compiler_processes import CompileJob, CompilerError, CompilerProcesses
 from eagle31_hf.graphs.ahead.packages import SETTINGS
 
 

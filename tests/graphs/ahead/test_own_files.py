@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle31_hf.graphs.ahead.own_files import make_own_folder, why_not_ours
+from eagle31_hf.graphs.ahead.packages import make_own_folder, why_not_ours
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes of files")
 

@@ -10,8 +10,7 @@ from torch import Tensor, fx, nn
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.graphs.ahead.packed_weights import PackedWeights, pack_products
-from eagle31_hf.graphs.ahead.piece_program import PieceProgram
-from eagle31_hf.graphs.ahead.repeated_layers import LayerCutter
+from eagle31_hf.graphs.ahead.pieces import LayerCutter, PieceProgram
 from helpers import CONFIGS, random_drafter, random_target
 
 

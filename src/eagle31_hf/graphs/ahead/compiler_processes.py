@@ -1,4 +1,8 @@
-"""Processes that compile packages beside this one, a core each (`package_compiler`)."""
+"""Processes that compile packages beside this one, a core each: `python -m` this module.
+
+One reads a job a line, as JSON, and answers each with a line that says what went wrong, if anything did. It has
+settings of the compiler and threads of its own, and leaves its caller's interpreter alone.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,32 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from .package_compiler import CompileJob
+from ...errors import named_line
+from .packed_weights import PACKED_LINEAR
+from .torch_internals import lower_packed_linear, write_package
 
 MOST_PROCESSES = 4
 """Each takes about 0.8 GB for a graph of the embedded pair."""
+
+
+class CompileJob(NamedTuple):
+    """What to compile.
+
+    Attributes:
+        exported: file of the exported program.
+        package: file to write.
+        settings: of inductor; those that this version does not know are left out.
+        threads: that the code is to run on, which it has built in.
+    """
+
+    exported: str
+    package: str
+    settings: dict[str, Any]
+    threads: int
 
 
 class CompilerError(RuntimeError):
@@ -135,3 +157,56 @@ def _end(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     else:
         process.kill()
+
+
+# --- one of them ------------------------------------------------------------------------------------------------------
+
+
+def compile_package(job: CompileJob) -> None:
+    """Write a job's package.
+
+    Raises:
+        Exception: whatever a compiler stumbles over.
+    """
+    torch.set_num_threads(job.threads)
+    exported = torch.export.load(job.exported)
+    exported.example_inputs = _examples(exported), {}
+    with torch.no_grad():
+        write_package(exported, Path(job.package), job.settings)
+
+
+def _examples(exported: torch.export.ExportedProgram) -> tuple[torch.Tensor, ...]:
+    """Inputs without data: only what they look like is asked."""
+    own = set(exported.graph_signature.user_inputs)
+    looks = [node.meta["val"] for node in exported.graph.find_nodes(op="placeholder") if node.name in own]
+    return tuple(torch.empty_strided(look.shape, look.stride(), dtype=look.dtype) for look in looks)
+
+
+def serve(jobs: TextIO, answers: TextIO) -> None:
+    """Do each job and answer it, until there are no more."""
+    for line in jobs:
+        job, failure = CompileJob(**json.loads(line)), ""
+        try:
+            compile_package(job)
+        except Exception as error:
+            failure = named_line(error)
+            with suppress(OSError):
+                Path(job.package).unlink()
+        answers.write(json.dumps({"failure": failure}) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Jobs come by standard input; neither it nor standard output is for compilers."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the caller to tell of
+    own = os.dup(sys.stdin.fileno()), os.dup(sys.stdout.fileno())
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    lower_packed_linear(PACKED_LINEAR)
+    with open(own[0], encoding="utf-8") as jobs, open(own[1], "w", encoding="utf-8") as answers:
+        serve(jobs, answers)
+
+
+if __name__ == "__main__":
+    main()

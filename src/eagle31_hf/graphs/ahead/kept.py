@@ -26,7 +26,7 @@ from ... import __version__
 from ...drafter.assistant import Assistant
 from ...drafter.drafter import Eagle31Drafter
 from ..graphs import PACKED_BYTES, Graphs
-from ..seen_state import ModelState
+from ..seen import ModelState
 from ..steps import GraphKey, GraphMaker, Step
 from ..verify import why_states_are_eager
 from .compiler_processes import CompilerProcesses

@@ -1,0 +1,345 @@
+"""What graphs have built in, as it is now: weights, the target's adapters, scalars and code, settings of the process.
+
+A recording or a package does what the target did when it was made and asks nothing. So before every generation both are
+looked at as a whole, quickly, and graphs of another state are let go. What changes a forward for the whole process are
+hooks on all modules, functions that kernel packages replace where code looks them up (in modeling files and in
+`torch.nn.functional`, before a model is loaded or after), modes that are open, and precision.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from functools import cache
+from operator import is_
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.backends import cuda
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from ..cache.torch_internals import hooks_on_all_modules, open_modes
+
+LIBRARIES = frozenset({__name__.partition(".")[0], "torch", "transformers", "accelerate", "peft"})
+"""Whose code may hang on a target: what it does is known by its name and version."""
+
+OF_LIBRARIES = frozenset({"safetensors", "packaging", "tqdm", "typing_extensions"})
+"""What transformers' own files import functions from."""
+
+ALWAYS_READ = ("torch", "torch.nn.functional", "transformers.integrations.sdpa_attention")
+"""Files that a target's code looks functions up in, beside those that its classes stand in."""
+
+PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
+"""Types whose values say all there is to say, in every process."""
+
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_is_hf_initialized"})
+_WHERE_FROM = frozenset({"name_or_path", "_name_or_path", "_commit_hash", "transformers_version"})
+"""Says where a model was loaded from, which is no difference."""
+_OF_LOADING = frozenset({*_WHERE_FROM, "all_tied_weights_keys"})
+"""Of a whole model; so is what is private to it."""
+
+
+# --- the target -------------------------------------------------------------------------------------------------------
+
+
+class ModelState:
+    """A model as it is now. Two are equal if the model's forward does the same, so far as that can be seen.
+
+    Attributes:
+        told: types, scalars and names of code, the same in every process.
+        hooks: of somebody else's code, which may do something else each time.
+        replaced: forwards and functions of somebody else's code in the place of the model's own.
+        autocast: the dtype that operations are cast to; empty while they are not.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.told: list[Any] = []
+        self.hooks: list[str] = []
+        self.replaced: list[str] = []
+        self._here: list[Any] = []  # means something in this process alone
+        self._held: list[object] = []  # compared by identity, and kept so that no other gets the same one
+        self._configs: dict[int, PreTrainedConfig] = {}
+        modules = modules_of(model)
+        for module in modules:
+            self._look_at(module)
+        for config in [*self._configs.values()]:
+            self._look_at_config(config)
+        self.autocast = autocast_of(next(model.parameters(), None))
+        self._look_at_process({type(module) for module in modules})
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModelState):
+            return NotImplemented
+        same = self.told == other.told and self._here == other._here and len(self._held) == len(other._held)
+        return same and all(map(is_, self._held, other._held))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def why_no_graph(self, *, recorded: bool = False) -> str:
+        """Why a graph could not stand for what this model does; empty if it can.
+
+        Args:
+            recorded: by this process, which would notice if a function were exchanged; a hook it would not run again.
+        """
+        if self.autocast:  # a recording would read weights that were cast for it and are gone
+            return f"autocast is on ({self.autocast}), and graphs compute in the dtype of the weights"
+        if self.hooks:
+            return f"a hook of somebody else's code sees the target ({self.hooks[0]}), and graphs would not run it"
+        if self.replaced and not recorded:
+            return f"the target computes by somebody else's code ({self.replaced[0]}), which graphs on disk cannot know"
+        return ""
+
+    def _look_at(self, module: nn.Module) -> None:
+        kind: Any = type(module)
+        held, plain = vars(module), PLAIN
+        names, is_foreign, is_model = _class_and_forward(kind, kind.forward)
+        self.told += (names, module.training)
+        self._held += (kind, kind.forward)
+        if is_foreign:
+            self.replaced.append(names)
+        if module._forward_pre_hooks or module._forward_hooks:  # most have none, and there are hundreds
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                self._look_at_hook(hook)
+        for name, value in held.items():
+            if name in _OF_EVERY_MODULE or (is_model and (name[0] == "_" or name in _OF_LOADING)):
+                continue
+            self.told.append(name)
+            if type(value) in plain:
+                self.told.append(value)
+            else:
+                self._tell(value, kind)
+
+    def _look_at_process(self, kinds: set[type]) -> None:
+        self._tell_of_object(nn.Module.__call__, nn.Module)
+        for each in (*hooks_on_all_modules(), *open_modes()):
+            self._look_at_hook(each)
+        functions, replaced = functions_of(kinds)
+        self._held += functions
+        self.told += replaced
+        self.replaced += replaced
+        self.told += [self.autocast, *precision_of_products()]
+
+    def _look_at_hook(self, hook: Callable) -> None:
+        package = _package_of(hook)
+        if package == __name__.partition(".")[0]:
+            return  # the drafter's own
+        self._held.append(hook)
+        self.told.append(f"hook {_name_of(hook)}")
+        if package not in LIBRARIES:
+            self.hooks.append(_name_of(hook))
+
+    def _tell(self, value: Any, kind: type) -> None:
+        """`value` is an attribute of a module of this `kind`, or lies in one."""
+        how = type(value)
+        if how in PLAIN:
+            self.told.append(value)
+        elif isinstance(value, (list, tuple, Mapping)):
+            self.told.append(len(value))
+            for name, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+                self.told.append(str(name))
+                self._tell(each, kind)
+        elif isinstance(value, (set, frozenset)):
+            self.told.extend(sorted(map(repr, value)))
+        elif isinstance(value, PreTrainedConfig):
+            self._configs[id(value)] = value
+        elif isinstance(value, Tensor):
+            self._here.append(version_of(value))
+        elif isinstance(value, Enum):
+            self.told.append(str(value))
+        elif not isinstance(value, GenerationConfig):
+            self._tell_of_object(value, kind)
+
+    def _tell_of_object(self, value: Any, kind: type) -> None:
+        is_code = callable(value) and not isinstance(value, (type, nn.Module))
+        self.told.append(_name_of(value) if is_code else type(value).__qualname__)
+        self._held.append(value)
+        if is_code and _is_foreign_to(kind, value):
+            self.replaced.append(_name_of(value))
+
+    def _look_at_config(self, config: PreTrainedConfig) -> None:
+        """On disk a configuration has a name of its own, so nothing of it is `told`."""
+        told, self.told = self.told, []
+        for name, value in vars(config).items():
+            if name == "_attn_implementation_internal":  # see `TargetBinding.masked_attention`
+                self.told.append("eager" if value == "eager" else "sdpa")
+            elif isinstance(value, PreTrainedConfig):
+                if id(value) not in self._configs:
+                    self._configs[id(value)] = value
+                    self._look_at_config(value)
+            elif name not in _WHERE_FROM:
+                self.told.append(name)
+                self._tell(value, type(config))
+        self._here += self.told
+        self.told = told
+
+
+@cache
+def _class_and_forward(kind: type, forward: Callable) -> tuple[str, bool, bool]:
+    """Names of both; whether the forward is neither of a library nor of the class's authors; whether it is a model."""
+    name = _name_of(forward)
+    return f"{kind.__qualname__} {name}", _is_foreign_to(kind, forward), issubclass(kind, PreTrainedModel)
+
+
+def _package_of(code: Any) -> str:
+    code = getattr(code, "func", code)  # of a `functools.partial`
+    return str(getattr(code, "__module__", None)).partition(".")[0]
+
+
+def _is_foreign_to(kind: type, code: Any) -> bool:
+    """Whether it is neither of a library nor of those who wrote the class `kind`."""
+    package = _package_of(code)
+    return package not in LIBRARIES and package not in {each.__module__.partition(".")[0] for each in kind.__mro__}
+
+
+def _name_of(code: Any) -> str:
+    code = getattr(code, "func", code)
+    return f"{getattr(code, '__module__', '')}.{getattr(code, '__qualname__', type(code).__qualname__)}"
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+_last_seen: dict[str, tuple[list[Any], list[str]]] = {}
+
+
+def functions_of(kinds: Iterable[type]) -> tuple[list[Any], list[str]]:
+    """Functions of the files that these classes stand in, and of those that all code reads; and the names of those
+    that are of somebody else's code."""
+    found: tuple[list[Any], list[str]] = [], []
+    for name in sorted({kind.__module__ for kind in kinds} | {*ALWAYS_READ}):
+        if name in sys.modules:
+            values = [*map(vars(sys.modules[name]).get, _names_of_functions(name))]
+            if name not in _last_seen or not all(map(is_, _last_seen[name][0], values)):
+                _last_seen[name] = values, _replaced_in(name, values)
+            for both, of_file in zip(found, _last_seen[name], strict=True):
+                both += of_file
+    return found
+
+
+@cache
+def _names_of_functions(file: str) -> tuple[str, ...]:
+    """Those that are `None` may become one when a kernel is loaded."""
+    kinds = FunctionType, BuiltinFunctionType, type(None)
+    return tuple([name for name, value in vars(sys.modules[file]).items() if isinstance(value, kinds)])
+
+
+def _replaced_in(file: str, values: list[Any]) -> list[str]:
+    own = {*LIBRARIES, *OF_LIBRARIES, *sys.stdlib_module_names, file.partition(".")[0], "None"}
+    named = zip(_names_of_functions(file), values, strict=True)
+    return [f"{file}.{name}" for name, value in named if callable(value) and _package_of(value) not in own]
+
+
+def autocast_of(tensor: Tensor | None) -> str:
+    """What operations on the device of a tensor are cast to; empty while they are not."""
+    device = "cpu" if tensor is None else tensor.device.type
+    is_known = torch.amp.is_autocast_available(device)
+    return str(torch.get_autocast_dtype(device)) if is_known and torch.is_autocast_enabled(device) else ""
+
+
+def precision_of_products() -> list[str]:
+    """What of the process's settings decides how products and attention are rounded; as torch sets them: nothing."""
+    settings = {
+        "float32": (torch.get_float32_matmul_precision(), "highest"),
+        "deterministic": (torch.are_deterministic_algorithms_enabled(), False),
+        "fp16 sums": (cuda.matmul.allow_fp16_reduced_precision_reduction, True),
+        "bf16 sums": (cuda.matmul.allow_bf16_reduced_precision_reduction, True),
+        "flash": (cuda.flash_sdp_enabled(), True),
+        "efficient": (cuda.mem_efficient_sdp_enabled(), True),
+        "math": (cuda.math_sdp_enabled(), True),
+    }
+    return [f"{name}: {value}" for name, (value, usual) in settings.items() if value != usual]
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def modules_of(*modules: nn.Module) -> list[nn.Module]:
+    """These and all within them, each once, always in the same order.
+
+    `modules()` makes their names, too, which takes three times as long.
+    """
+    found: dict[nn.Module, None] = {}
+    left = [*modules]
+    while left:
+        module = left.pop()
+        if module not in found:  # shared, or in a module that it holds itself
+            found[module] = None
+            left.extend(part for part in module._modules.values() if part is not None)
+    return list(found)
+
+
+def weights_of(*modules: nn.Module) -> list[Tensor]:
+    """Parameters and buffers; those that several modules hold as often as that."""
+    held = (of for part in modules_of(*modules) for of in (part._parameters, part._buffers))
+    return [tensor for of in held for tensor in of.values() if tensor is not None]
+
+
+class SeenWeights:
+    """Weights as they were when this was made.
+
+    Of each matrix the sum of each row is compared: any one element changes it, and rows that change places are seen.
+    Columns that do so leave sums alone, so one row is compared element by element. It takes as long as reading them
+    all from memory does.
+
+    Args:
+        weights: the tensors.
+        by_content: read elements, too: writes through `.data`, as adapters are merged and rows of new tokens set,
+            leave a tensor's version alone. The weights must be on the CPU.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], *, by_content: bool):
+        self._versions = [version_of(tensor) for tensor in weights]
+        self._samples: dict[torch.dtype, list[Tensor]] = {}  # views, so that all are read by one call for each dtype
+        self._rows: list[Tensor] = []  # (n, words) views; of a tensor that has gaps, itself
+        for tensor in {tensor.data_ptr(): tensor.detach() for tensor in weights}.values() if by_content else ():
+            self._samples.setdefault(tensor.dtype, []).append(_one_row(tensor))
+            if tensor.dim() > 1:
+                dense = _in_memory_order(tensor)
+                self._rows.append(_as_integers(dense) if dense.is_contiguous() else tensor)
+        self._contents = self._read()
+
+    def are_still(self, weights: Sequence[Tensor]) -> bool:
+        """Whether these are the same tensors, and nothing was written to them."""
+        if [version_of(tensor) for tensor in weights] != self._versions:
+            return False
+        return all(map(torch.equal, self._read(), self._contents))
+
+    def _read(self) -> list[Tensor]:
+        samples = [torch.cat(each).view(torch.uint8) for each in self._samples.values()]
+        sums = [_integers(rows).sum(dim=-1) for rows in self._rows]
+        return [*samples, torch.cat(sums)] if sums else samples
+
+
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """Where it lies, and how often it was written to in ways that torch counts."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def _one_row(tensor: Tensor) -> Tensor:
+    """From the middle, `(n,)`: at an edge some models have a row of zeros."""
+    dense = _in_memory_order(tensor)
+    while dense.dim() > 1:
+        dense = dense[dense.shape[0] // 2]
+    return dense.reshape(-1)
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """With its dimensions as its elements lie: a row has neighbours."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def _integers(rows: Tensor) -> Tensor:
+    return rows if rows.dim() == 2 and not rows.is_floating_point() else _as_integers(rows.contiguous())
+
+
+def _as_integers(bits: Tensor) -> Tensor:
+    """The rows of a contiguous tensor as integers as wide as fit, `(n, words)`."""
+    rows = bits.flatten(0, -2)
+    start, size = rows.storage_offset() * rows.element_size(), rows.shape[-1] * rows.element_size()
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if dtype.itemsize >= rows.element_size() and start % dtype.itemsize == size % dtype.itemsize == 0:
+            return rows.view(dtype)
+    return rows.view(torch.uint8)
