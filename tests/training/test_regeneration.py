@@ -83,8 +83,8 @@ def test_every_conversation_is_written_once_beside_its_like(lengths: list, size:
     found = batches(rows, writing(regenerate=turns, write_rows=size))
     assert sorted(row.id for batch in found for row in batch) == sorted(row.id for row in rows)
     assert all(len(batch) == size for batch in found[:-1])
-    work = [[len(row.messages[1]["content"]).bit_length() for row in batch] for batch in found]
-    assert [length for batch in work for length in batch] == sorted((n for batch in work for n in batch), reverse=True)
+    lengths = [sum(len(message["content"]) for message in row.messages) for batch in found for row in batch]
+    assert lengths == sorted(lengths, reverse=True)
 
 
 def test_several_temperatures_share_the_conversations(tmp_path: Path, target, tokenizer) -> None:

@@ -161,9 +161,9 @@ def test_self_written_and_given_prompts_are_learned_from_together(tmp_path: Path
     )  # fmt: skip
     log = io.StringIO()
     preparation = Preparation(resolve(told, target), target, tokenizer, Console(file=log, width=200))
-    texts = preparation.read_texts()
-    ids = {document.id for document in texts.documents.documents}
-    assert len(ids) + len(texts.prompts) == 15
+    documents, prompts = preparation.read_texts()
+    ids = {document.id for document in documents.documents}
+    assert len(ids) + len(prompts) == 15
     assert any(name.startswith("self-") for name in ids)
     assert any(name.startswith("r") for name in ids)
     assert "the target writes prompts: 9 of 9 in" in log.getvalue()

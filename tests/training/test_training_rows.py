@@ -156,10 +156,9 @@ def test_a_base_model_learns_from_either_kind_of_row(
         regenerate=regenerate_turns, temperature=(0.0,),
     )  # fmt: skip
     preparation = Preparation(resolve(told, target), target, base_tokenizer, Console(file=io.StringIO()))
-    texts = preparation.read_texts()
-    assert len(texts.documents.documents) == 5
-    assert len(texts.prompts) == 1
-    assert texts.documents.supervised_tokens > 0
+    documents, prompts = preparation.read_texts()
+    assert (len(documents.documents), len(prompts)) == (5, 1)
+    assert documents.supervised_tokens > 0
 
 
 THINKER = (
@@ -181,7 +180,7 @@ def test_what_was_left_out_or_learned_apart_is_said(tmp_path: Path, target, toke
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", max_length=64, regenerate="none",
     )  # fmt: skip
     said = io.StringIO()
-    texts = Preparation(resolve(told, target), target, tokenizer, Console(file=said, width=200)).read_texts()
+    documents, _ = Preparation(resolve(told, target), target, tokenizer, Console(file=said, width=200)).read_texts()
     assert f"1 without any text left out, the first: {rows}, row 2" in " ".join(said.getvalue().split())
     assert "4 conversations and 4 turns that the template rewrites later" in said.getvalue(), said.getvalue()
-    assert len(texts.documents.documents) == 8
+    assert len(documents.documents) == 8

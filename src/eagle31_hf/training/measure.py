@@ -31,7 +31,7 @@ from ..stats import Acceptance
 from ..targets.binding import TargetBinding
 from ..texts.rows import Conversation, Message, until_unanswered
 from .data import prompt_ids
-from .writing import OnProgress, no_progress, write_batch
+from .writing import OnProgress, write_batch
 
 LAST_MESSAGE = 4
 """Prompts end with the last user message no later than this one, so that long dialogues do not set the figures."""
@@ -154,7 +154,7 @@ def write_texts(
     max_new_tokens: int,
     seed: int = 0,
     batch_size: int = 16,
-    on_progress: OnProgress = no_progress,
+    on_progress: OnProgress = lambda ended, underway: None,
 ) -> KnownTexts:
     """Let the target answer `prompts` without a drafter, and read its answers once.
 

@@ -109,13 +109,18 @@ class Teacher:
     best: Tensor  # `(M,)` which draft id is the arg-max
 
 
-@dataclass(frozen=True)
-class StepLosses:
-    """Summed losses of one batch."""
+@dataclass
+class Losses:
+    """What one forward of a training model gives, summed over positions; `S` steps."""
 
-    sums: Tensor  # `(S,)` loss summed over positions, per step
+    sums: Tensor  # `(S,)` token loss
     correct: Tensor  # `(S,)` positions where the drafter's likeliest token is the target's
     counts: Tensor  # `(S,)` positions
+    figures: dict[str, float] = field(default_factory=dict)  # further figures for the log, each a mean
+
+    def __post_init__(self) -> None:
+        weights = STEP_DECAY ** torch.arange(len(self.sums), device=self.sums.device, dtype=self.sums.dtype)
+        self.loss = (weights * self.sums).sum()  # to be differentiated, not yet divided
 
 
 def supervised_positions(batch: PackedBatch) -> Tensor:
@@ -206,7 +211,7 @@ def step_losses(
     *,
     steps: int,
     checkpoint_head: bool = False,
-) -> StepLosses:
+) -> Losses:
     """Losses of every step against the teacher.
 
     Args:
@@ -226,7 +231,7 @@ def step_losses(
         sums.append(total)
         correct.append(hits)
         counts.append(inside.sum())
-    return StepLosses(torch.stack(sums), torch.stack(correct), torch.stack(counts))
+    return Losses(torch.stack(sums), torch.stack(correct), torch.stack(counts))
 
 
 def _head_loss(drafter: Eagle31Drafter, rows: Tensor, inside: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
@@ -256,22 +261,7 @@ def rows_at_once(logits: Tensor) -> int:
     return max(1, numbers // logits.shape[-1])
 
 
-def weighted_sum(losses: StepLosses) -> Tensor:
-    """`sum_s STEP_DECAY^s * loss_s`, summed over positions."""
-    weights = STEP_DECAY ** torch.arange(len(losses.sums), device=losses.sums.device, dtype=losses.sums.dtype)
-    return (weights * losses.sums).sum()
-
-
 # --- stage 1 ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class LossOutput:
-    """What one forward of a training model gives."""
-
-    loss: Tensor  # to be differentiated: summed over positions, not yet divided
-    steps: StepLosses  # its token loss in parts, for the log
-    figures: dict[str, float] = field(default_factory=dict)  # further figures for the log, each a mean
 
 
 class DistillationModel(nn.Module):
@@ -291,17 +281,16 @@ class DistillationModel(nn.Module):
         super().__init__()
         self.drafter, self.steps, self.gradient_checkpointing = drafter, steps, gradient_checkpointing
 
-    def forward(self, **fields: Tensor) -> LossOutput:
+    def forward(self, **fields: Tensor) -> Losses:
         """Loss of a packed batch, whose `fields` these are."""
         batch = PackedBatch(**fields)
         with torch.no_grad():
             aux, logits = self.read_target(batch)
             rows = self.counted(batch).flatten().nonzero().squeeze(1)
             teacher = make_teacher(logits, rows, self.drafter.draft_ids)
-        losses = step_losses(
+        return step_losses(
             self.drafter, batch, aux, teacher, steps=self.steps, checkpoint_head=self.gradient_checkpointing
         )
-        return LossOutput(weighted_sum(losses), losses)
 
     def read_target(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The aux states `(B, T, A*Ht)` and the target's logits `(B*T, V)`, on the drafter's device."""
@@ -361,7 +350,7 @@ class AcceptanceModel(DistillationModel):
         """`(B, T)` bool: starts, not positions that answer."""
         return written_starts(batch)
 
-    def forward(self, **fields: Tensor) -> LossOutput:
+    def forward(self, **fields: Tensor) -> Losses:
         """As `DistillationModel.forward`."""
         batch = PackedBatch(**fields)
         steps, ids = self.steps, batch.input_ids.flatten()
@@ -382,11 +371,12 @@ class AcceptanceModel(DistillationModel):
             sums.append(torch.where(inside & (best >= 0), loss, 0.0).sum())
             correct.append(((logits.argmax(-1) == best) & inside).sum())
             counts.append(inside.sum())
-        losses = StepLosses(torch.stack(sums), torch.stack(correct), torch.stack(counts))
+        losses = Losses(torch.stack(sums), torch.stack(correct), torch.stack(counts))
         expected = expected_accepted(torch.stack(chances, 1))
-        loss = TOKEN_WEIGHT * weighted_sum(losses) - expected.sum() / steps
-        figures = {"expected_accepted": expected.detach().mean().item()} if len(starts) else {}
-        return LossOutput(loss, losses, figures)
+        losses.loss = TOKEN_WEIGHT * losses.loss - expected.sum() / steps
+        if len(starts):
+            losses.figures["expected_accepted"] = expected.detach().mean().item()
+        return losses
 
     def _chance(self, logits: Tensor, said: Tensor, best: Tensor, temperature: Tensor, token: Tensor) -> Tensor:
         """`(N,)` chance that each draft is accepted.

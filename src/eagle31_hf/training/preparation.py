@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -37,14 +37,6 @@ from .writing import disk_bytes, regenerate
 HELD_OUT_ROWS = 64
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Documents to train on and prompts to measure acceptance on."""
-
-    documents: Documents
-    prompts: list[EvaluationPrompt]
-
-
 class Preparation:
     """What a run needs before its first step, for settings that are resolved.
 
@@ -63,8 +55,8 @@ class Preparation:
         # Who has written its share waits for the slowest: hours, where a large target writes long answers.
         self.processes = PartialState(cpu=target.device.type == "cpu", timeout=timedelta(days=1))
 
-    def read_texts(self) -> Texts:
-        """Read the prompts, let the target write, render; says how much was left out and why.
+    def read_texts(self) -> tuple[Documents, list[EvaluationPrompt]]:
+        """Documents to train on and prompts to measure on; says what was left out and why.
 
         Raises:
             TrainingError: a row or file is unusable; it is named.
@@ -89,7 +81,7 @@ class Preparation:
         further = f" and {documents.rewritten:,} turns that the template rewrites later" if documents.rewritten else ""
         count = len(documents.documents) - documents.rewritten
         say(self.console, f"text      {count:,} conversations{further}" + (f" ({reasons})" if reasons else ""))
-        return Texts(documents, prompts)
+        return documents, prompts
 
     def _read_prompts(self) -> list[Conversation]:
         """Rows of files and the Hub, and those that the target writes itself."""

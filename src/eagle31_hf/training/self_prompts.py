@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import ConfigurationError, TrainingError
 from ..texts.rows import Conversation
-from .writing import OnProgress, append_lines, end_ids, no_progress, read_whole_lines, write_batch
+from .writing import OnProgress, append_lines, end_ids, read_whole_lines, write_batch
 
 SOURCE = "self"
 DEFAULT_COUNT = 2000
@@ -105,7 +105,7 @@ def write_prompts(
     write_rows: int = 64,
     seed: int = 0,
     max_new_tokens: int = MOST_TOKENS,
-    on_progress: OnProgress = no_progress,
+    on_progress: OnProgress = lambda ended, underway: None,
 ) -> list[Conversation]:
     """`count` distinct prompts by the target itself, kept in `path` (JSONL) batch by batch.
 

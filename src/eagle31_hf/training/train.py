@@ -117,16 +117,15 @@ class _Run:
         settings = self.settings
         preparation = Preparation(settings, self.target, self.tokenizer, self.console)
         drafter = preparation.make_drafter()
-        texts = preparation.read_texts()
-        documents = texts.documents.documents
-        coverage = preparation.cover(drafter, documents)
-        dataset = PackedDocuments(documents, settings.max_length, seed=settings.seed)
+        documents, prompts = preparation.read_texts()
+        coverage = preparation.cover(drafter, documents.documents)
+        dataset = PackedDocuments(documents.documents, settings.max_length, seed=settings.seed)
         if settings.stage == "2":
-            require_stage_two(self.target, documents, settings.temperature)
+            require_stage_two(self.target, documents.documents, settings.temperature)
         kind = DistillationModel if settings.stage == "1" else AcceptanceModel
         model = kind(drafter, steps=settings.ttt_steps, gradient_checkpointing=settings.gradient_checkpointing)
-        known = self._known_texts(drafter, texts.prompts)
-        plan = self._plan(model, dataset, texts.documents, coverage, known, len(texts.prompts))
+        known = self._known_texts(drafter, prompts)
+        plan = self._plan(model, dataset, documents, coverage, known, len(prompts))
         say(self.console, str(plan))
         earlier = read_report(settings.out) if settings.resume else None
         if earlier is not None and earlier.stages[0].name == self.stage:

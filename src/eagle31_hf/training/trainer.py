@@ -37,7 +37,7 @@ from .measure import (
     served_error,
     served_length,
 )
-from .objectives import DistillationModel, LossOutput
+from .objectives import DistillationModel, Losses
 
 DRAFT_TOKENS = 5
 """Of a round where acceptance is measured."""
@@ -92,7 +92,7 @@ class DistillationTrainer(Trainer):
         Raises:
             TrainingError: it is NaN or infinite.
         """
-        output: LossOutput = model(**inputs)
+        output: Losses = model(**inputs)
         # DDP averages gradients over processes; the divisor already counts all of them.
         loss = output.loss * self.accelerator.num_processes / num_items_in_batch
         if not bool(loss.isfinite()):
@@ -107,10 +107,10 @@ class DistillationTrainer(Trainer):
         good = last_checkpoint(Path(str(self.args.output_dir)))
         return f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
 
-    def _note(self, output: LossOutput) -> None:
+    def _note(self, output: Losses) -> None:
         self._running.update({"batches": 1.0, **output.figures})
-        counts = output.steps.counts.clamp(min=1)
-        for name, sums in (("accuracy", output.steps.correct), ("loss", output.steps.sums.detach())):
+        counts = output.counts.clamp(min=1)
+        for name, sums in (("accuracy", output.correct), ("loss", output.sums.detach())):
             means = (sums / counts).tolist()
             self._running.update({f"{name}_step_{step}": mean for step, mean in enumerate(means)})
 

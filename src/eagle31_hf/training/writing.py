@@ -37,10 +37,6 @@ OnProgress = Callable[[int, float], None]
 """Called with how many rows have ended since the last call, and how much of the others is written, in rows."""
 
 
-def no_progress(ended: int, underway: float) -> None:
-    """For callers that show none."""
-
-
 # --- a batch ----------------------------------------------------------------------------------------------------------
 
 
@@ -74,7 +70,7 @@ def write_batch(
     def hand_on(places: Sequence[int], written: Tensor) -> None:
         for place in places:
             writing.remove(place)
-            on_answer(place, _until_end(written[place, longest:].tolist(), ends))
+            on_answer(place, written[place, longest:].tolist())
 
     def look(written: Tensor, scores: Any, **others: Any) -> Tensor:
         last = written[:, -1].tolist()
@@ -104,11 +100,6 @@ def end_ids(model: Any) -> set[int]:
     return set(ends if isinstance(ends, list) else [ends]) - {None}
 
 
-def _until_end(answer: list[int], ends: set[int]) -> list[int]:
-    stop = next((place for place, token in enumerate(answer, 1) if token in ends), len(answer))
-    return answer[:stop]
-
-
 def own_temperature(target: Any) -> float:
     """What the target's generation config writes with; 0 is greedy."""
     config = target.generation_config
@@ -127,7 +118,7 @@ def regenerate(
     path: Path,
     settings: TrainingSettings,
     *,
-    on_progress: OnProgress = no_progress,
+    on_progress: OnProgress = lambda ended, underway: None,
 ) -> list[Conversation]:
     """Conversations whose last turn the target wrote, in the order given.
 
@@ -194,23 +185,16 @@ def max_prompt_tokens(settings: TrainingSettings) -> int:
 
 def disk_bytes(conversations: Sequence[Conversation], settings: TrainingSettings) -> int:
     """Most disk the regenerated conversations will take."""
-    kept = sum(len(message["content"]) for conversation in conversations for message in conversation.messages)
     answers = sum(len(_answered(conversation, settings)) for conversation in conversations)
-    return kept + answers * settings.max_new_tokens * BYTES_PER_TOKEN
+    return sum(map(_length, conversations)) + answers * settings.max_new_tokens * BYTES_PER_TOKEN
 
 
 def batches(conversations: Sequence[Conversation], settings: TrainingSettings) -> list[list[Conversation]]:
-    """Conversations of one temperature and like work together; the longest first, so that a lack of memory shows early.
-
-    A batch writes until its last row has ended, and the answer that stands in the data tells best how much that is.
-    Among answers of like length, contexts of like length share a batch, so that little of it is padding.
-    """
+    """Conversations of one temperature and like length; the longest first, so that a lack of memory shows early."""
     found, size = [], settings.write_rows
     for temperature in dict.fromkeys(settings.temperature or (None,)):
-        alike = [
-            conversation for conversation in conversations if temperature_of(conversation, settings) == temperature
-        ]
-        ordered = sorted(alike, key=lambda conversation: _work(conversation, settings), reverse=True)
+        alike = [row for row in conversations if temperature_of(row, settings) == temperature]
+        ordered = sorted(alike, key=_length, reverse=True)
         found += [ordered[i : i + size] for i in range(0, len(ordered), size)]
     return found
 
@@ -222,12 +206,9 @@ def temperature_of(conversation: Conversation, settings: TrainingSettings) -> fl
     return random.Random(f"temperature {settings.seed} {conversation.key}").choice(settings.temperature)
 
 
-def _work(conversation: Conversation, settings: TrainingSettings) -> tuple[int, int]:
-    """Doublings of the characters to be written, and characters of the first context."""
-    lengths = [len(message["content"]) for message in conversation.messages]
-    answered = _answered(conversation, settings)
-    replaced = sum(sum(lengths[user + 1 : user + 2]) for user in answered)
-    return replaced.bit_length(), sum(lengths[: answered[0] + 1]) if answered else 0
+def _length(conversation: Conversation) -> int:
+    """Characters of it."""
+    return sum(len(message["content"]) for message in conversation.messages)
 
 
 def _answered(conversation: Conversation, settings: TrainingSettings) -> list[int]:
