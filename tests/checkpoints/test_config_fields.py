@@ -196,30 +196,6 @@ def test_what_trainers_write_beside_the_network_has_no_effect(name: str, tmp_pat
         assert read(tmp_path / "other", with_field(PLAIN | {"eagle_config": {}}, name, value)) == base
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "x": {"rope_theta": 1e4}}, "sliding_window": 9},
-         "rope settings for 'full_attention', 'x', but none for sliding_attention"),
-        ({"rope_parameters": {"main": {"rope_theta": 1e6}, "other": {"rope_theta": 1e4}}}, "none for full_attention"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
-         "rope_parameters is of type 'default', rope_scaling of type 'linear'"),
-        ({"rope_scaling": {"type": "longrope", "short_mscale": 1.2}}, "'short_mscale', which nothing here computes"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
-          "original_max_position_embeddings": 128}, "original_max_position_embeddings is 128, and 64"),
-        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25; only drafters whose heads are turned whole"),
-        ({"fc_norm": False, "use_aux_norm": True}, "contradicts itself: fc_norm False, use_aux_norm True"),
-        ({"eagle_config": {"norm_output": True}}, "eagle_config.norm_output True, where norm_output is read"),
-        ({"eagle_config": {"head_dim": 12}}, "head_dim 6, eagle_config.head_dim 12"),
-        ({"target_layer_ids": [-1, 4, 8]}, "wanted a list of layer ids, none negative"),
-        ({"target_layer_ids": [1, 4, 8], IDS: [1, 4, 8]}, "different target layers in two places"),
-    ],
-)  # fmt: skip
-def test_settings_that_contradict_each_other_are_named(fields: dict[str, Any], message: str, tmp_path) -> None:
-    with pytest.raises(CheckpointFormatError, match=message):
-        read(tmp_path, PLAIN | fields)
-
-
 def test_settings_of_one_value_may_stand_in_any_place(tmp_path) -> None:
     same = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": None}
     assert read(tmp_path, PLAIN | {"rope_parameters": same})["rope_parameters"]["rope_theta"] == 1e6

@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from eagle31_hf.checkpoints import WRITTEN_FORMATS, Checkpoint, expected_shapes
+from eagle31_hf.checkpoints import WRITTEN_FORMATS, Checkpoint, expected_shapes, inspect_checkpoint, read_checkpoint
 from eagle31_hf.config import Eagle31Config
+from eagle31_hf.errors import CheckpointFormatError
 
 # One tiny drafter, spelled out: H = Ht = 8, 2 query heads and 1 key head of width 6, MLP 12, V = 20, Vd = 5, A = 3.
 LAYER_0 = {
@@ -150,3 +152,14 @@ def save_shards(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) ->
         save(folder, config, {name: tensors[name] for name in part}, file)
     weight_map = {name: file for file, part in shards.items() for name in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+LONGEST_MESSAGE = 2500
+
+
+def assert_refused(folder: Path, message: str, error: type[Exception] = CheckpointFormatError) -> None:
+    """Reading and inspecting agree, and the message can be read."""
+    for use in (read_checkpoint, inspect_checkpoint):
+        with pytest.raises(error, match=message) as caught:
+            use(folder)
+        assert len(str(caught.value)) < LONGEST_MESSAGE

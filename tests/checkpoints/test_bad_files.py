@@ -1,0 +1,243 @@
+"""Bad files: whatever they say, they are read or refused by name, in one line, and nothing in them is run."""
+
+import json
+import os
+
+import pytest
+import torch
+from tiny_checkpoints import (
+    KEPT_IDS,
+    LONGEST_MESSAGE,
+    PLAIN,
+    assert_refused,
+    layout,
+    save,
+    sharded,
+)
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.checkpoints import (
+    read_checkpoint,
+)
+from eagle31_hf.config import Eagle31Config
+from eagle31_hf.errors import (
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+)
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+BAD_CONFIGS = [
+    ({"hidden_size": None}, r"lacks \['hidden_size'\]"),
+    ({"hidden_size": "eight"}, "no possible drafter"),
+    ({"draft_vocab_size": 21}, "no possible drafter.*larger than vocab_size"),
+    ({"num_attention_heads": 0, "head_dim": None}, "no possible drafter"),
+    ({"rope_scaling": "yarn"}, "rope is 'yarn'"),
+    ({"rope_theta": "big"}, "rope_theta is 'big'"),
+    ({"fc_norm": True, "norm_before_fc": True}, "both fc_norm and norm_before_fc"),
+    ({"fc_norm": True}, r"missing: fc_norm\.0\.weight"),
+    ({IDS: [2, 5]}, "no possible drafter.*aux_layers"),
+    ({IDS: "2,5,9"}, "wanted a list of layer ids"),
+    ({IDS: [1, 5, 9], "eagle_config": {IDS: [1, 5, 9]}}, "different target layers in two places"),
+    ({"eagle_config": 3}, "eagle_config is of the wrong kind"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures is of the wrong kind"),
+    ({"target_hidden_size": 10}, "no possible drafter.*own_embedding"),
+    ({"num_aux_hidden_states": 300_000}, "num_aux_hidden_states is 300000; wanted at most 256"),
+    ({"num_aux_hidden_states": 1.5}, "num_aux_hidden_states is 1.5; wanted a whole number"),
+    ({"num_aux_hidden_states": 2**63 - 1}, "wanted at most 256"),
+    ({"vocab_size": 2**40}, "vocab_size is 1099511627776; wanted at most 16777216"),
+    ({"hidden_act": "telepathy"}, "hidden_act is 'telepathy'; wanted one that transformers has"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+    ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
+    ({"max_position_embeddings": 0}, "max_position_embeddings is 0; wanted a whole number, at least 1"),
+    ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type is 'spiral'; wanted one that transformers has"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": "four"}}, "no rotary tables can be made"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "make tables that are not finite"),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": None}}, "rope|no possible"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 1e18}}, "partial_rotary"),
+    ({"rope_theta": float("inf")}, "rope_theta is inf; wanted a number above 0"),
+    ({"rope_theta": -5}, "rope_theta is -5; wanted a number above 0"),
+    ({"note": "x" * 40_000_000}, "wanted a JSON file of at most"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "x": {"rope_theta": 1e4}}, "sliding_window": 9},
+     "rope settings for 'full_attention', 'x', but none for sliding_attention"),
+    ({"rope_parameters": {"main": {"rope_theta": 1e6}, "other": {"rope_theta": 1e4}}}, "none for full_attention"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+     "rope_parameters is of type 'default', rope_scaling of type 'linear'"),
+    ({"rope_scaling": {"type": "longrope", "short_mscale": 1.2}}, "'short_mscale', which nothing here computes"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+      "original_max_position_embeddings": 128}, "original_max_position_embeddings is 128, and 64"),
+    ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25; only drafters whose heads are turned whole"),
+    ({"fc_norm": False, "use_aux_norm": True}, "contradicts itself: fc_norm False, use_aux_norm True"),
+    ({"eagle_config": {"norm_output": True}}, "eagle_config.norm_output True, where norm_output is read"),
+    ({"eagle_config": {"head_dim": 12}}, "head_dim 6, eagle_config.head_dim 12"),
+    ({"target_layer_ids": [-1, 4, 8]}, "wanted a list of layer ids, none negative"),
+    ({"target_layer_ids": [1, 4, 8], IDS: [1, 4, 8]}, "different target layers in two places"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "message"), BAD_CONFIGS)
+def test_a_configuration_that_cannot_be_is_named(tmp_path, config, message):
+    assert_refused(save(tmp_path, PLAIN | config, layout("midlayer")), message)
+
+
+def test_a_drafter_of_absurd_size_is_refused_before_it_is_built():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+    with pytest.raises(ConfigurationError, match="wanted at most 256"):
+        Eagle31Drafter(Eagle31Config(**sizes, num_aux_hidden_states=2**63))
+    with pytest.raises(ConfigurationError, match="hidden_act is 'telepathy'"):
+        Eagle31Config(**sizes, hidden_act="telepathy")
+    for layers in ([1.5, 2, 3], [True, 2, 3], ["1", 2, 3], [1, 2, -3], [1, 2]):
+        with pytest.raises(ConfigurationError, match=r"aux_layers=\[.* wanted 3 whole numbers"):
+            Eagle31Config(**sizes, aux_layers=layers)
+    with pytest.raises(ConfigurationError, match="rope_type is 'spiral'"):
+        Eagle31Config(**sizes, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "^(?!.*not valid JSON).*has no config.json"),
+        ("{", "not valid JSON"),
+        ("[]", "holds a list"),
+        ("\xff", "not valid JSON"),
+        ('{"hidden_size": ' + "9" * 5000 + "}", "not valid JSON"),
+        ('{"hidden_size": ' + "9" * 4000 + "}", "."),
+        ('{"rope_theta": ' + '{"deep": ' * 900 + "0" + "}" * 900 + "}", "."),
+        ('{"note": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON"),
+    ],
+)
+def test_files_that_hold_no_configuration(tmp_path, content, message):
+    save(tmp_path, PLAIN, layout("midlayer"))
+    (tmp_path / "config.json").unlink()
+    if content is not None:
+        (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    assert_refused(tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("folder", "is a folder"), ("link to itself", "cannot be read"), ("pipe", "or a device")]
+)
+def test_config_files_that_are_no_files(tmp_path, kind, message):
+    save(tmp_path, PLAIN, layout("midlayer"))
+    config = tmp_path / "config.json"
+    config.unlink()
+    if kind == "folder":
+        config.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(config)
+    else:
+        config.symlink_to(config)
+    assert_refused(tmp_path, message)
+
+
+def test_names_that_are_no_folders():
+    for name in ("x" * 5000, "a\0b", "~no-such-user-here/drafter"):
+        with pytest.raises(CheckpointNotFoundError, match="Hub id"):
+            read_checkpoint(name)
+
+
+# --- the index --------------------------------------------------------------------------------------------------------
+
+NO_NAMES = [
+    3,
+    None,
+    ["a.safetensors"],
+    "s" * 5000 + ".safetensors",
+    "a\0.safetensors",
+    "..",
+    "../x.safetensors",
+    "w.bin",
+]
+
+
+@pytest.mark.parametrize("shard", NO_NAMES)
+def test_an_index_that_names_no_files(tmp_path, shard):
+    sharded(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["d2t"] = shard
+    index.write_text(json.dumps(content))
+    assert_refused(tmp_path, "wanted names of safetensors files beside it")
+
+
+def test_shards_or_an_index_that_are_missing(tmp_path):
+    sharded(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    (tmp_path / "model-00002-of-00002.safetensors").rename(tmp_path / "aside")
+    assert_refused(tmp_path, r"lacks the shards \['model-00002")
+    (tmp_path / "aside").rename(tmp_path / "model-00002-of-00002.safetensors")
+    index.write_text('{"weight_map": {}}')
+    assert_refused(tmp_path, "no weight_map")
+    index.unlink()
+    assert_refused(tmp_path, "no model.safetensors.index.json")
+
+
+def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN))
+    os.mkfifo(tmp_path / "drafter.safetensors")
+    assert_refused(tmp_path, "no weights")
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def mutated(**changes) -> dict[str, torch.Tensor]:
+    tensors = layout("midlayer")
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    return tensors
+
+
+BAD_TENSORS = [
+    (mutated(fc__weight=None), r"missing: fc\.weight"),
+    (mutated(midlayer__hidden_norm__weight=None), r"missing: layers\.0\.hidden_norm\.weight"),
+    (mutated(d2t=None, t2d=None), "missing: d2t"),
+    (mutated(extra__weight=torch.ones(2)), r"spare: extra\.weight"),
+    (mutated(fc_norm__0__weight=torch.ones(8)), r"lack fc_norm: true"),
+    (mutated(norm__weight=torch.ones(9)), r"norm\.weight is \[9\], wanted \[8\]"),
+    (mutated(norm__weight=torch.ones(8, dtype=torch.int8)), "norm.weight has dtype int8"),
+    (mutated(norm__weight=torch.full((8,), float("nan"))), r"NaN or infinite values in norm\.weight"),
+    (mutated(midlayer__mlp__up_proj__weight=torch.full((12, 8), float("inf"))), r"values in layers\.0\.mlp\.up"),
+    (mutated(d2t=KEPT_IDS.clone()), "absolute target ids"),
+    (mutated(d2t=KEPT_IDS.clone(), t2d=None), "absolute target ids"),
+    (mutated(d2t=torch.tensor([0, 0, 3, 3, 16]), t2d=None), "no vocabulary map"),
+    (mutated(d2t=torch.tensor([0, -1, 3, 3, 15]), t2d=None), "1 repeated"),
+    (mutated(d2t=torch.tensor([0, 0, 3, 3, 14])), "t2d disagrees with d2t"),
+    (mutated(t2d=torch.ones(19, dtype=torch.bool)), r"t2d is \[19\], wanted \[20\]"),
+    (mutated(**{"layers__0__hidden_norm__weight": torch.ones(8)}), "are both layers.0.hidden_norm.weight"),
+    (mutated(fc__weight=None, norm__weight=None, other=torch.ones(1), more=torch.ones(1)),
+     r"missing: fc\.weight, norm\.weight; spare: more, other"),
+    (mutated(**{"x" * 1_000_000: torch.ones(1)}), "spare: x*…"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tensors", "message"), BAD_TENSORS)
+def test_unsound_tensors_are_named(tmp_path, tensors, message):
+    with pytest.raises(CheckpointFormatError, match=message) as refused:
+        read_checkpoint(save(tmp_path, PLAIN, tensors))
+    assert len(str(refused.value)) < LONGEST_MESSAGE
+
+
+@pytest.mark.parametrize("name", ["t2d", "d2t"])
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_vocabulary_map_of_eight_bit_floats(tmp_path, name, reduced):
+    tensors = layout("midlayer", **({} if reduced else {"lm_head__weight": (20, 8)}))
+    if not reduced:
+        tensors |= {"d2t": torch.zeros(20, dtype=torch.int64), "t2d": torch.ones(20, dtype=torch.bool)}
+    tensors[name] = tensors[name].float().to(torch.float8_e4m3fn)
+    config = PLAIN | {"draft_vocab_size": 5 if reduced else 20}
+    assert_refused(
+        save(tmp_path, config, tensors), f"{name} is .* of dtype f8_e4m3|{name} is .* of dtype float8_e4m3fn"
+    )
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_names_that_a_terminal_would_obey(tmp_path, file):
+    tensors = layout("midlayer") | {"verifier_norm.\x1b]0;owned\x07": torch.ones(1)}
+    assert_refused(save(tmp_path, PLAIN, tensors, file), r"names a tensor 'verifier_norm\.\\x1b")
