@@ -54,19 +54,6 @@ def test_rounds_on_a_stock_model_equal_plain_forwards(name, attention, lengths):
         assert cache.lengths == [len(row) for row in rows] == cache.lengths_tensor.tolist()
 
 
-@pytest.mark.parametrize(("name", "attention"), CELLS)
-def test_every_node_of_a_ragged_tree_equals_its_own_path(name, attention):
-    model, rng = tiny_model(name, attention), random.Random(7)
-    cache = make_cache(model, 3)
-    rows = random_rows(rng, (4, 19, 10))
-    prefill(model, cache, rows)
-    trees = [random_tree(rng, 6) for _ in rows]
-    logits = tree_forward(model, cache, trees)
-    for row, tree, row_logits in zip(rows, trees, logits, strict=True):
-        for node in range(6):
-            assert_close(row_logits[node], oracle(model, row + [tree.tokens[i] for i in tree.path(node)]))
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3-mixed", "mistral-windowed"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_single_token_without_a_mask_equals_a_plain_forward(name, attention):

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from stock_models import COMMON, MIXED, MODELS, WINDOW, make_cache, prefill, random_rows, tiny_model
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, DynamicCache, Gemma3nTextConfig
 from transformers.cache_utils import StaticCache
 
 from eagle31_hf.cache.spans import AttentionSpan
@@ -61,13 +61,24 @@ def test_llama4_is_refused_where_its_query_scale_would_follow_slots():
         spans_of("llama4_text", capacity=8192, **MODELS["llama4-chunked"][1])
 
 
-def test_sizes_and_windows_are_checked():
-    with pytest.raises(ConfigurationError, match="capacity"):
-        SpeculativeCache([None], batch_size=1, capacity=0, block=4)
-    with pytest.raises(ConfigurationError, match="layer_types"):
-        SpeculativeCache([None, 4], batch_size=1, capacity=32, block=4)
-    with pytest.raises(ConfigurationError, match="layer types"):
-        SpeculativeCache([None, 4], batch_size=1, capacity=32, block=4, layer_types=["full_attention"])
+@pytest.mark.parametrize(
+    ("windows", "fields", "message"),
+    [
+        ([None], {"capacity": 0}, "capacity"),
+        ([None, 4], {}, "layer_types"),
+        ([None, 4], {"layer_types": ["full_attention"]}, "layer types"),
+        ([None], {"cache_type": "int4"}, r"int4.*full, int8"),
+    ],
+)
+def test_sizes_windows_and_types_are_checked(windows, fields, message):
+    with pytest.raises(ConfigurationError, match=message):
+        SpeculativeCache(windows, **{"batch_size": 1, "capacity": 32, "block": 4, **fields})
+
+
+def test_layers_that_share_keys_are_not_stored_in_8_bits():
+    config = Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["full_attention"] * 4)
+    with pytest.raises(IncompatibleTargetError, match="another layer's keys and values"):
+        SpeculativeCache.from_config(config, batch_size=1, capacity=8, block=4, cache_type="int8")
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written():
@@ -82,6 +93,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
         cache.place(5)
     assert cache.lengths == [6, 2]
     cache.place(4)
+    with pytest.raises(UnsupportedGenerationError, match=r"\[7, 2\]"):
+        cache.rollback([7, 2])
 
 
 def test_forwards_that_were_not_placed_are_refused():
@@ -107,12 +120,6 @@ def test_nodes_outside_the_block_are_not_kept(path, counts):
     with pytest.raises(UnsupportedGenerationError, match="below 3"):
         cache.keep(path, counts)
     assert cache.lengths == [0, 0]
-
-
-def test_rollback_only_shortens():
-    cache = SpeculativeCache([None], batch_size=1, capacity=16, block=4)
-    with pytest.raises(UnsupportedGenerationError, match=r"\[1\]"):
-        cache.rollback([1])
 
 
 def test_foreign_caches_are_refused():

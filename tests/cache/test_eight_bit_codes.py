@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_mirror import DTYPES, rounded
+from mirror import DTYPES, rounded
 from torch import Tensor
 
 from eagle31_hf.cache.quantized import LARGEST_CODE, encode

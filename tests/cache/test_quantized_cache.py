@@ -8,9 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from quantized_mirror import DTYPES, PACKED, Mirror
+from mirror import DTYPES, Mirror
 from transformers import DynamicCache, LlamaConfig
 
 from eagle31_hf.cache.speculative import SpeculativeCache
@@ -20,51 +18,6 @@ from eagle31_hf.memory.target_facts import decoder_shape
 from helpers import CONFIGS, first_row
 
 WINDOW = 6
-
-
-# --- a list of rounded vectors ----------------------------------------------------------------------------------------
-
-
-@settings(max_examples=80, deadline=None)
-@given(data=st.data())
-def test_random_histories_equal_a_list_of_rounded_vectors(data: st.DataObject) -> None:
-    draw = data.draw
-    mirror = Mirror(
-        draw(st.sampled_from(PACKED)),
-        [None, 4, None],
-        batch_size=draw(st.integers(1, 3)),
-        slab=draw(st.sampled_from([None, 5])),
-        dtype=draw(st.sampled_from(DTYPES)),
-        seed=draw(st.integers(0, 1000)),
-    )
-    for _ in range(draw(st.integers(1, 8))):
-        after = draw(st.integers(0, 3))
-        tokens = mirror.write(draw(st.integers(1, 5)))
-        if after:
-            tokens = torch.cat([tokens, mirror.write(after, after=tokens.shape[1])], dim=1)
-        size, rows = tokens.shape[1], mirror.rows
-        action = draw(st.sampled_from(["keep", "commit", "forget", "select", "crop"]))
-        if action == "keep":
-            paths = [draw(st.lists(st.integers(0, size - 1), unique=True).map(sorted)) for _ in rows]
-            width = max(1, *map(len, paths))
-            mirror.cache.keep([path + [0] * (width - len(path)) for path in paths], [len(path) for path in paths])
-            for b, path in enumerate(paths):
-                rows[b] += tokens[b, path].tolist()
-        elif action == "commit":
-            counts = [draw(st.integers(0, size)) for _ in rows]
-            mirror.cache.commit(counts)
-            for b, count in enumerate(counts):
-                rows[b] += tokens[b, :count].tolist()
-        elif action == "select":
-            picked = draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=3))
-            mirror.cache.select_rows(picked)
-            mirror.rows, mirror.batch_size = [list(rows[b]) for b in picked], len(picked)
-        else:
-            shorter = action == "crop" and all(len(row) <= 3 for row in rows)  # a ring of 3 has lost nothing
-            wanted = [draw(st.integers(0, len(row))) if shorter else len(row) for row in rows]
-            mirror.cache.rollback(wanted)
-            mirror.rows = [row[:n] for n, row in zip(wanted, rows, strict=True)]
-        mirror.check()
 
 
 # --- rollback ---------------------------------------------------------------------------------------------------------
@@ -91,24 +44,22 @@ EDGES = [7, 8, 9, 15, 16, 17]  # around chunks of 8 and slabs of 16
 LAYOUTS = {"full": [None, None], "window": [None, WINDOW, WINDOW]}
 
 
-@pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("length", EDGES)
 @pytest.mark.thorough(every=3)
-def test_rejected_tokens_leave_no_trace(kind: str, layout: str, batch_size: int, length: int) -> None:
+def test_rejected_tokens_leave_no_trace(layout: str, batch_size: int, length: int) -> None:
     """A block of 8 of which any number is kept, at every offset around a block's edge."""
     lengths = [length + 3 * b for b in range(batch_size)]
     for kept in range(9):
-        one, never = (grown(Mirror(kind, LAYOUTS[layout], batch_size, slab=16), lengths) for _ in range(2))
+        one, never = (grown(Mirror(LAYOUTS[layout], batch_size, slab=16), lengths) for _ in range(2))
         drafts = torch.arange(8).expand(batch_size, -1) + 5000
         one.write(8, tokens=drafts)
-        one.cache.keep(None, [kept] * batch_size)
+        one.commit(drafts, [kept] * batch_size)
         if kept:
             never.write(kept, tokens=drafts[:, :kept])
             never.cache.commit(kept)
-        for mirror in (one, never):
-            mirror.rows = [row + drafts[b, :kept].tolist() for b, row in enumerate(mirror.rows)]
+        never.rows = one.rows
         assert_same_storage(one, never)
         one.check()
         # The next round reads the same, too.
@@ -119,41 +70,24 @@ def test_rejected_tokens_leave_no_trace(kind: str, layout: str, batch_size: int,
                 assert all(torch.equal(x, y) for x, y in zip(a.read(), b.read(), strict=True))
 
 
-@pytest.mark.parametrize("kind", PACKED)
-@pytest.mark.parametrize("length", EDGES)
-def test_truncated_rows_equal_rows_that_never_were_longer(kind: str, length: int) -> None:
-    for shorter in range(length + 1):
-        one = grown(Mirror(kind, [None, None], 2, slab=16), [length, length + 4])
-        one.cache.rollback([shorter, shorter + 4])
-        one.rows = [row[: shorter + 4 * b] for b, row in enumerate(one.rows)]
-        never = grown(Mirror(kind, [None, None], 2, slab=16), [shorter, shorter + 4])
-        assert_same_storage(one, never)
-        one.check()
-
-
-@pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("windows", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_accepted_paths_of_trees_are_moved_bit_for_bit(kind: str, windows: list[int | None]) -> None:
+def test_accepted_paths_of_trees_are_moved_bit_for_bit(windows: list[int | None]) -> None:
     rng = random.Random(0)
-    one, never = (grown(Mirror(kind, windows, 3, slab=16), [6, 15, 9]) for _ in range(2))
+    one, never = (grown(Mirror(windows, 3, slab=16), [6, 15, 9]) for _ in range(2))
     for round_number in range(5):
         nodes = torch.arange(7).expand(3, -1) + 100 * round_number + torch.tensor([[10_000], [20_000], [30_000]])
         paths = [[0, *sorted(rng.sample(range(1, 7), count))] for count in rng.sample(range(5), 3)]
-        width = max(map(len, paths))
         one.write(7, tokens=nodes)
-        one.cache.keep([path + [0] * (width - len(path)) for path in paths], [len(path) for path in paths])
-        accepted = [nodes[b, path].tolist() for b, path in enumerate(paths)]
-        never.write(width, tokens=torch.tensor([row + [0] * (width - len(row)) for row in accepted]))
-        never.cache.commit([len(path) for path in paths])
-        for mirror in (one, never):
-            mirror.rows = [row + new for row, new in zip(mirror.rows, accepted, strict=True)]
+        one.keep(nodes, paths)
+        accepted = torch.nn.utils.rnn.pad_sequence([nodes[b, path] for b, path in enumerate(paths)], batch_first=True)
+        never.write(accepted.shape[1], tokens=accepted)
+        never.commit(accepted, [len(path) for path in paths])
         assert_same_storage(one, never)
         one.check()
 
 
-@pytest.mark.parametrize("kind", PACKED)
-def test_a_copy_is_independent(kind: str) -> None:
-    one = grown(Mirror(kind, [None, WINDOW]), [11])
+def test_a_copy_is_independent() -> None:
+    one = grown(Mirror([None, WINDOW]), [11])
     twin = copy.deepcopy(one)
     one.write(4)
     one.cache.commit(4)
@@ -161,13 +95,12 @@ def test_a_copy_is_independent(kind: str) -> None:
     assert twin.cache._workspace is not one.cache._workspace
 
 
-@pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_cache_survives_the_way_through_a_stock_one_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
-    one = grown(Mirror(kind, [None, None], dtype=dtype), [13])
+def test_a_cache_survives_the_way_through_a_stock_one_bit_for_bit(dtype: torch.dtype) -> None:
+    one = grown(Mirror([None, None], dtype=dtype), [13])
     stock = first_row(one.cache, DynamicCache(config=LlamaConfig(num_hidden_layers=2)))
     assert stock.layers[0].keys.dtype == dtype
-    back = Mirror(kind, [None, None], dtype=dtype)
+    back = Mirror([None, None], dtype=dtype)
     back.cache.load_dynamic(stock)
     back.rows = one.rows
     back.check()
@@ -177,9 +110,9 @@ def test_a_cache_survives_the_way_through_a_stock_one_bit_for_bit(kind: str, dty
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def filled(config, kind: str, **sizes) -> SpeculativeCache:
+def filled(config, **sizes) -> SpeculativeCache:
     """A cache that has held a block of states as the model of `config` makes them, in bf16."""
-    cache = SpeculativeCache.from_config(config, cache_type=kind, **sizes)
+    cache = SpeculativeCache.from_config(config, cache_type="int8", **sizes)
     shape = decoder_shape(config, SCHEMES["bf16"])
     block = sizes["block"]
     for _ in range(sizes["capacity"] // block):
@@ -195,21 +128,19 @@ def filled(config, kind: str, **sizes) -> SpeculativeCache:
     return cache
 
 
-@pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_neox"])
 @pytest.mark.parametrize("slab", [None, 16])
-def test_bytes_are_those_of_the_plan(kind: str, family: str, slab: int | None) -> None:
+def test_bytes_are_those_of_the_plan(family: str, slab: int | None) -> None:
     config = CONFIGS[family]()
     shape = decoder_shape(config, SCHEMES["bf16"])
-    cache = filled(config, kind, batch_size=3, capacity=64, block=8, slab=slab)
+    cache = filled(config, batch_size=3, capacity=64, block=8, slab=slab)
     planned = packed_cache_bytes(shape, 64, 8) + unpacked_layer_bytes(shape, 64, 8)
     assert cache.num_bytes == 3 * planned
     assert cache._workspace.num_bytes == 3 * unpacked_layer_bytes(shape, 64, 8)
 
 
-@pytest.mark.parametrize("kind", PACKED)
-def test_the_workspace_is_made_once_and_shared(kind: str) -> None:
-    mirror = Mirror(kind, [None, WINDOW, None], 2)
+def test_the_workspace_is_made_once_and_shared() -> None:
+    mirror = Mirror([None, WINDOW, None], 2)
     places, sizes = set(), set()
     for _ in range(10):
         mirror.write(6)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Gemma3nTextConfig
 
 from eagle31_hf.cache.quantized import CACHE_TYPES
-from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
+from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.settings import CACHE_TYPES as ALL_CACHE_TYPES
 from eagle31_hf.settings import Eagle31GenerationConfig
 from helpers import configured, drafter_of, target_of
@@ -39,11 +37,6 @@ def test_settings_that_make_no_sense_are_refused(fields: dict, message: str) -> 
         target_of("llama").generate(torch.tensor([[3, 4]]), assistant_model=eagle, max_new_tokens=2)
 
 
-def test_settings_survive_saving(tmp_path) -> None:
-    Eagle31GenerationConfig(cache_type="int8").save_pretrained(tmp_path)
-    assert Eagle31GenerationConfig.from_pretrained(tmp_path).cache_type == "int8"
-
-
 def test_another_loop_says_that_it_does_not_use_the_cache_type() -> None:
     with configured(drafter_of("llama"), cache_type="int8") as eagle:
         target_of("llama").generate(
@@ -52,11 +45,3 @@ def test_another_loop_says_that_it_does_not_use_the_cache_type() -> None:
         assert eagle.stats.loop == "plain"
         assert eagle.stats.cache_type == "full"
         assert "cache_type is not used there" in eagle.stats.reason
-
-
-def test_what_cannot_be_stored_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"int4.*full, int8"):
-        SpeculativeCache([None], batch_size=1, capacity=8, block=4, cache_type="int4")
-    sharing = Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["full_attention"] * 4)
-    with pytest.raises(IncompatibleTargetError, match="another layer's keys and values"):
-        SpeculativeCache.from_config(sharing, batch_size=1, capacity=8, block=4, cache_type="int8")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from quantized_mirror import PACKED
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -49,13 +49,13 @@ def token_by_token(name: str, prompt: tuple[int, ...], kind: str, new_tokens: in
     return found
 
 
-def plain_text(name: str, prompts: Sequence[Sequence[int]], kind: str) -> tuple[Tensor, list[list[Tensor]]]:
+def plain_text(name: str, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[list[Tensor]]]:
     """New tokens `(B, n)` of token-by-token decoding, and the logits behind them."""
-    logits = [token_by_token(name, tuple(prompt), kind) for prompt in prompts]
+    logits = [token_by_token(name, tuple(prompt), "int8") for prompt in prompts]
     return torch.tensor([[int(step.argmax()) for step in row] for row in logits]), logits
 
 
-def assert_same_text(found: Tensor, plain: Tensor, logits: list[list[Tensor]]) -> None:
+def assert_same_or_near(found: Tensor, plain: Tensor, logits: list[list[Tensor]]) -> None:
     """Equal up to the first token where the two candidates are as near as the step between two codes can move them.
 
     A number that falls on the border between two codes goes either way with the last bit of the arithmetic.
@@ -68,44 +68,32 @@ def assert_same_text(found: Tensor, plain: Tensor, logits: list[list[Tensor]]) -
             assert step[plain[b, at]] - step[row[at]] < 1e-3 * (step.max() - step.min()), (b, at)
 
 
-CELLS = [
-    *itertools.product(WHOLE, SHAPES, PACKED, (1, 3)),
-    *pairwise(("mistral", "gpt_neox", "mixtral"), [*SHAPES], [*PACKED], (1, 3)),
-]
-
-
-@pytest.mark.parametrize(("name", "shape", "kind", "batch_size"), CELLS)
-@pytest.mark.thorough(every=2)
-def test_drafting_does_not_change_the_text(name: str, shape: str, kind: str, batch_size: int) -> None:
-    prompts = prompts_for(name, batch_size, seed=batch_size)
-    plain, logits = plain_text(name, prompts, kind)
+def drafted(name: str, prompts: Sequence[Sequence[int]], settings: dict[str, int], **kwargs: Any) -> None:
+    """Drafts that are right for a while leave the text as it is token by token."""
+    plain, logits = plain_text(name, prompts)
     inputs = left_padded(prompts)
     length = inputs["input_ids"].shape[1]
     truth = torch.cat((inputs["input_ids"], plain), 1)
-    with configured(drafter_of(name), cache_type=kind, **SHAPES[shape]) as eagle, oracle_drafts(truth, length):
-        out = target_of(name).generate(
-            **inputs, assistant_model=eagle, max_new_tokens=NEW_TOKENS, do_sample=False, prefill_chunk_size=5
-        )
-        assert eagle.stats.loop == "own"
-        assert eagle.stats.cache_type == kind
+    how = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **kwargs}
+    with configured(drafter_of(name), cache_type="int8", **settings) as eagle, oracle_drafts(truth, length):
+        out = target_of(name).generate(**inputs, assistant_model=eagle, **how)
+        assert (eagle.stats.loop, eagle.stats.cache_type) == ("own", "int8")
         assert eagle.stats.accepted > 0
-    assert_same_text(out[:, length:], plain, logits)
+    assert_same_or_near(out[:, length:], plain, logits)
 
 
-@pytest.mark.parametrize("kind", PACKED)
+CELLS = [*itertools.product(WHOLE, SHAPES, (1, 3)), *pairwise(("mistral", "gpt_neox", "mixtral"), [*SHAPES], (1, 3))]
+
+
+@pytest.mark.parametrize(("name", "shape", "batch_size"), CELLS)
+@pytest.mark.thorough(every=2)
+def test_drafting_does_not_change_the_text(name: str, shape: str, batch_size: int) -> None:
+    drafted(name, prompts_for(name, batch_size, seed=batch_size), SHAPES[shape], prefill_chunk_size=5)
+
+
 @pytest.mark.parametrize("depth", range(1, 9))
-def test_no_draft_length_changes_the_text(kind: str, depth: int) -> None:
-    prompts = prompts_for("llama", 1, seed=3)
-    plain, logits = plain_text("llama", prompts, kind)
-    inputs = left_padded(prompts)
-    length = inputs["input_ids"].shape[1]
-    truth = torch.cat((inputs["input_ids"], plain), 1)
-    with (
-        configured(drafter_of("llama"), cache_type=kind, num_assistant_tokens=depth) as eagle,
-        oracle_drafts(truth, length),
-    ):
-        out = target_of("llama").generate(**inputs, assistant_model=eagle, max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert_same_text(out[:, length:], plain, logits)
+def test_no_draft_length_changes_the_text(depth: int) -> None:
+    drafted("llama", prompts_for("llama", 1, seed=3), {"num_assistant_tokens": depth})
 
 
 def test_a_cache_of_few_bits_is_really_used() -> None:
@@ -117,12 +105,11 @@ def test_a_cache_of_few_bits_is_really_used() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-@pytest.mark.parametrize("kind", PACKED)
-def test_a_conversation_goes_on_as_if_it_had_never_stopped(name: str, kind: str) -> None:
+def test_a_conversation_goes_on_as_if_it_had_never_stopped(name: str) -> None:
     """The carried cache is a stock one in full precision; rounding it again must change nothing."""
     (prompt,) = prompts_for(name, 1, seed=5)
     options = {"max_new_tokens": 10, "do_sample": False}
-    with configured(drafter_of(name), cache_type=kind) as eagle:
+    with configured(drafter_of(name), cache_type="int8") as eagle:
         carried = DynamicCache(config=target_of(name).config)
         first = target_of(name).generate(
             torch.tensor([prompt]), assistant_model=eagle, past_key_values=carried, **options
@@ -147,7 +134,6 @@ def demo_acceptance_length(kind: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.thorough
-def test_the_trained_drafter_drafts_as_well_over_such_a_cache(kind: str) -> None:
-    assert demo_acceptance_length(kind) > 0.9 * demo_acceptance_length("full") > 2
+def test_the_trained_drafter_drafts_as_well_over_such_a_cache() -> None:
+    assert demo_acceptance_length("int8") > 0.9 * demo_acceptance_length("full") > 2

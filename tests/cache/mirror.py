@@ -1,4 +1,4 @@
-"""A cache of 8 bits beside plain lists of rounded vectors."""
+"""A cache beside plain lists: what a reader must get of it, rounded where it stores 8 bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from eagle31_hf.cache.quantized import decode, encode
 from eagle31_hf.cache.speculative import SpeculativeCache
 
-PACKED = ("int8",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 5
 
@@ -32,9 +31,9 @@ def vectors_of_token(seed: int, width: int) -> Tensor:
 class Mirror:
     """The cache beside plain lists: per row the tokens it holds, per token the vectors a reader must get."""
 
-    kind: str
     windows: list[int | None]
     batch_size: int = 1
+    cache_type: str = "int8"
     slab: int | None = None
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -48,7 +47,7 @@ class Mirror:
             block=8,
             slab=self.slab,
             layer_types=["sliding_attention" if w else "full_attention" for w in self.windows],
-            cache_type=self.kind,
+            cache_type=self.cache_type,
         )
         self.rows: list[list[int]] = [[] for _ in range(self.batch_size)]  # tokens, by number
         self.next_token = 1
@@ -58,6 +57,9 @@ class Mirror:
         seed = self.seed * 10_000_019 + layer * 11 + width
         made = [[vectors_of_token(seed + int(token) * 101, width) for token in row] for row in tokens]
         return torch.stack([torch.stack(row, 1) for row in made]).to(self.dtype)
+
+    def as_read(self, states: Tensor) -> Tensor:
+        return states if self.cache_type == "full" else rounded(states)
 
     def write(self, num_tokens: int, after: int = 0, tokens: Tensor | None = None) -> Tensor:
         """Write tokens `(B, T)`, new ones unless given, through every layer; check what a reader of them gets."""
@@ -69,7 +71,7 @@ class Mirror:
         for layer in range(len(self.windows)):
             keys, values = self.states(tokens, layer, KEY_DIM), self.states(tokens, layer, VALUE_DIM)
             for seen, written in zip(self.cache.update(keys, values, layer), (keys, values), strict=True):
-                wanted = rounded(written)
+                wanted = self.as_read(written)
                 for b, length in enumerate(self.cache.lengths):
                     window = self.windows[layer]
                     first = (length if window is None else window - 1) + after
@@ -77,7 +79,7 @@ class Mirror:
         return tokens
 
     def check(self) -> None:
-        assert self.cache.lengths == [len(row) for row in self.rows]
+        assert self.cache.lengths == [len(row) for row in self.rows] == self.cache.lengths_tensor.tolist()
         for index, (layer, window) in enumerate(zip(self.cache.layers, self.windows, strict=True)):
             if not layer.is_initialized:
                 continue
@@ -87,7 +89,26 @@ class Mirror:
                     assert held.shape == (1, HEADS, len(newest), width)
                     if newest:
                         states = self.states(torch.tensor([newest]), index, width)
-                        assert torch.equal(held, rounded(states))
+                        assert torch.equal(held, self.as_read(states))
+
+    def select(self, picked: list[int]) -> None:
+        self.cache.select_rows(picked)
+        self.rows, self.batch_size = [list(self.rows[b]) for b in picked], len(picked)
+
+    def keep(self, tokens: Tensor, paths: list[list[int]], *, as_tensor: bool = False) -> None:
+        """Of the tokens `(B, T)` just written, each row's path."""
+        width = max(1, *map(len, paths))
+        padded = [path + [-1] * (width - len(path)) for path in paths]
+        self.cache.keep(torch.tensor(padded) if as_tensor else padded, [len(path) for path in paths])
+        self.rows = [row + tokens[b, path].tolist() for b, (row, path) in enumerate(zip(self.rows, paths, strict=True))]
+
+    def commit(self, tokens: Tensor, counts: list[int]) -> None:
+        self.cache.commit(counts)
+        self.rows = [row + new[:n].tolist() for row, new, n in zip(self.rows, tokens, counts, strict=True)]
+
+    def rollback(self, lengths: list[int]) -> None:
+        self.cache.rollback(lengths)
+        self.rows = [row[:n] for n, row in zip(lengths, self.rows, strict=True)]
 
     def stored(self) -> list[Tensor]:
         """Every bit that belongs to a committed token, codes and scales, layer by layer and row by row."""
