@@ -8,9 +8,7 @@ from batches import chosen
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS
-from eagle31_hf.drafting.planner import SHORTEST_REST, VAIN_ROUNDS
-from eagle31_hf.loop.drafting import batch_shape
-from eagle31_hf.serving.batch import Batch, BatchDrafts
+from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.rows import Row
 from eagle31_hf.serving.text import Request, Sampling, Writer
 from eagle31_hf.texts.chats import encode_chat
@@ -77,45 +75,6 @@ def test_drafts_that_are_right_go_on(pair) -> None:
     assert batch.stats.acceptance_length > 2
 
 
-def batch_of(pair, **fields) -> BatchDrafts:
-    with configured(pair.drafter, **fields):
-        return BatchDrafts(pair.drafter, None, batch_shape(pair.drafter), by_graphs=False)
-
-
-def drafted(drafts: BatchDrafts, rows: int, right: int, rounds: int, token_s: float = 0.0) -> list[int]:
-    """Depth of each round's drafts, where every row has so many of them right, and each token takes so long."""
-    depths = []
-    for _ in range(rounds):
-        plan = drafts.next_draft(rows, remaining=200)
-        depths.append(plan.shape.depth)
-        seconds = 1.0 + token_s * rows * plan.shape.depth if token_s else 0.0
-        drafts.record(plan, plan.shape.depth, [min(right, plan.shape.depth)] * rows, seconds)
-    return depths
-
-
-def test_many_rows_draft_less_than_one(pair) -> None:
-    drafts = batch_of(pair, num_assistant_tokens=7)
-    alone = drafted(drafts, 1, right=7, rounds=20, token_s=0.05)
-    crowded = drafted(drafts, 8, right=1, rounds=60, token_s=0.15)
-    again = drafted(drafts, 1, right=7, rounds=80, token_s=0.05)
-    assert alone[-1] == 7
-    assert max(crowded[-20:]) <= 2
-    assert 0 in crowded, "one token of each row does not pay for verifying two"
-    assert again[-1] == 7, "what the crowd has shown is not held against a single text for ever"
-
-
-def test_one_length_pauses_after_rounds_in_vain(pair) -> None:
-    drafts = batch_of(pair, num_assistant_tokens=4, num_assistant_tokens_schedule="constant")
-    assert drafted(drafts, 3, right=0, rounds=VAIN_ROUNDS + 4) == [4] * VAIN_ROUNDS + [0] * 4
-
-
-def test_a_text_that_joins_is_tried_soon(pair) -> None:
-    drafts = batch_of(pair, num_assistant_tokens=4)
-    drafted(drafts, 2, right=0, rounds=120)  # in the middle of a long rest
-    drafts.text_joins()
-    assert max(drafted(drafts, 2, right=4, rounds=SHORTEST_REST + 2)) > 0
-
-
 def test_the_end_of_all_texts_cuts_a_draft(pair) -> None:
     with configured(pair.drafter, num_assistant_tokens=4):
         batch = Batch(pair.drafter, max_rows=2, context=256, prefill_chunk=64)
@@ -123,6 +82,6 @@ def test_the_end_of_all_texts_cuts_a_draft(pair) -> None:
         with torch.inference_mode():
             batch.round()
         assert max(text.usage.drafted for text in texts) <= 2, "the longer one gets its last token from the target"
-        plan = batch.drafts.next_draft(2, remaining=1)
+        plan = batch._plan(range(2), remaining=1)
         assert plan.shape.depth == 0
         assert not plan.skips, "nothing could be drafted, which says nothing of the drafter"

@@ -61,9 +61,17 @@ class RowPool(SpeculativeCache):
             raise MemoryPlanError(f"all {self.num_rows} rows are taken; one has to leave before another joins")
         (length,) = source.lengths
         self._parked.pop(place, None)  # first: a copy that fails may have written over a part of what is parked there
+        if self.num_rows == 1:
+            self._shrink()
         self._copy(source, 0, place, length)
         self._set_live([*self.lengths, length], [*self._ring_end, source._ring_end[0]])
         return place
+
+    def _shrink(self) -> None:
+        """Let the last text's memory go: graphs are kept for rows that are as long as their texts need."""
+        self._placement.reserved_slots = 0
+        for layer in self.attending:
+            layer.is_initialized = False
 
     def leave(self, place: int) -> int:
         """Park a live row behind the others; the last live one takes its place. Returns where the parked row lies."""

@@ -124,6 +124,14 @@ def batch_shape(drafter: Assistant) -> DraftShape:
     return DraftShape(max(shape.depth for shape in shapes), min_confidence=shapes[0].min_confidence)
 
 
+def largest_shape(drafter: Assistant) -> DraftShape:
+    """The largest draft of a single row, greedy or drawn, by graphs or not: what its caches have to hold."""
+    ways = [(sampled, by_graphs) for sampled in (False, True) for by_graphs in (False, True)]
+    shapes = [draft_shape(drafter, rows=1, sampled=sampled, by_graphs=by_graphs) for sampled, by_graphs in ways]
+    widest = max(shapes, key=lambda shape: shape.nodes)
+    return replace(widest, depth=max(LONGEST_STEERED, *(shape.depth for shape in shapes)))
+
+
 def planner_of(
     drafter: Assistant,
     shape: DraftShape,

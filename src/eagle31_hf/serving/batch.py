@@ -22,12 +22,12 @@ from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.session import DraftSession, DraftState
 from ..drafting.draft_tree import DraftTree
-from ..drafting.plan import DraftPlan, ReadTexts, RoundState, RoundStats
+from ..drafting.plan import DraftPlan, RoundState, RoundStats
 from ..drafting.shape import DraftShape
 from ..errors import UnsupportedGenerationError
 from ..loop.accept import sync_accepted
 from ..loop.choosing import RoundBatch
-from ..loop.drafting import batch_shape, planner_of
+from ..loop.drafting import batch_shape, drafting, largest_shape, planner_of
 from ..loop.kept_graphs import captured_graphs
 from ..loop.pair_caches import PairCaches
 from ..loop.prefill import ChunkedPrefill, PrefillState
@@ -45,6 +45,9 @@ TOLD_AT_ONCE = 64
 class Batch:
     """The texts that are being written, and the one whose prompt is being read.
 
+    Rows that share their rounds share a planner, too, and what texts have shown it outlives them. A single row drafts
+    as `generate` does, on a CPU by the graphs that are kept for it.
+
     Args:
         drafter: attached, or `NoDrafter`; its target writes.
         max_rows: most texts at once.
@@ -54,22 +57,26 @@ class Batch:
     Attributes:
         texts: by place.
         stats: of all texts since the start.
+        planner: what to draft, up to `shape`.
     """
 
     def __init__(self, drafter: Assistant, *, max_rows: int, context: int, prefill_chunk: int):
         self.max_rows, self.context, self.binding = max_rows, context, drafter.binding
-        self.stats = SpeculationStats()
+        self.drafter, self.stats = drafter, SpeculationStats()
         self.clock = PhaseClock(self.stats)
-        shape = batch_shape(drafter)
+        self.graphs = captured_graphs(drafter)
+        self.is_single = max_rows == 1 and self.graphs is None
+        shape = largest_shape(drafter) if self.is_single else batch_shape(drafter)
         sizes: dict[str, Any] = {"length": context, "chunk": max(prefill_chunk, 2 * shape.nodes)}
         sizes["cache_type"] = drafter.generation_config.stored_cache_type
-        self.caches = PooledCaches.make(drafter, shape, batch_size=max_rows, **sizes)
+        self.caches = PooledCaches.make(drafter, shape, batch_size=max_rows, for_graphs=self.is_single, **sizes)
         self.cache, self.session = self.caches.target, self.caches.drafter
-        windows = self.session is not None and self.session.cache.has_windows
-        self.graphs = None if windows else captured_graphs(drafter)
+        if self.session is not None and self.session.cache.has_windows:
+            self.graphs = None
         self._rows = Rows(self.binding, shape, self.stats)
         self.texts = self._rows.texts
-        self.drafts = BatchDrafts(drafter, self._rows, shape, by_graphs=self.graphs is not None)
+        on_event = partial(logger.info, "eagle31: the batch's drafts: %s, %s")
+        self.planner = planner_of(drafter, shape, by_graphs=self.graphs is not None, on_event=on_event)
         self.rounds = Round(drafter, self.caches, self._rows, self.clock, self.graphs)
         self._reading = PairCaches.make(drafter, shape, batch_size=1, **sizes)
         self._reader = PromptReader(drafter, self._reading, self.caches, piece=prefill_chunk)
@@ -98,8 +105,24 @@ class Batch:
         """The prompt has been read: its text is written from the next round on."""
         self._parked.pop(len(self.texts), None)  # its row is written over, even where that fails half-way
         self.caches.join(self._reading)
-        self.texts.append(self._reader.text)
-        self.drafts.text_joins()
+        text = self._reader.text
+        self.texts.append(text)
+        self.planner.shorten_rest()  # this text may be of another kind
+        if self.is_single:
+            self._draft_alone(text)
+
+    def _draft_alone(self, text: Row) -> None:
+        chooser = text.chooser
+        found = drafting(
+            self.drafter,
+            rows=1,
+            sampled=chooser.draws,
+            processing=chooser.processing,
+            new_tokens=text.request.max_new_tokens,
+        )
+        self.planner, self._rows.shape = found.planner, found.shape
+        self._rows.checks = found.graphs is None  # graphs of `generate` do not
+        self.rounds = Round(self.drafter, self.caches, self._rows, self.clock, found.graphs)
 
     def drop_reading(self) -> None:
         """Forget the prompt that is being read."""
@@ -131,7 +154,7 @@ class Batch:
         remaining, held = max(text.writer.remaining for text in self.texts), self.caches.target
         if held.has_states and not min(held.lengths):
             remaining = 1  # states begin with the one token of a prompt, not with drafts behind it
-        plan = self.drafts.next_draft(len(rows), remaining=remaining)
+        plan = self._plan(rows, remaining)
         batch = replace(batch, plan=plan)
         tree = self.rounds.draft(batch)
         verified = self.rounds.verify(tree)
@@ -144,7 +167,9 @@ class Batch:
         kept = [list(event.tokens) or [0] for event in events]  # a row that fails leaves, whatever it holds
         self.rounds.commit(accepted, verified, Written(paths, kept))
         counts = [len(path) - 1 for path in paths]
-        self.drafts.record(plan, tree.max_depth, counts, self.clock.round_s)
+        if plan.skips or tree.max_depth:
+            round_stats = RoundStats(plan, tree.max_depth, tuple(rows), tuple(counts), self.clock.round_s)
+            self.planner.record(round_stats)
         self.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=counts)
         self.stats.skipped_rounds += plan.skips
         self.stats.new_tokens += sum(len(event.tokens) for event in events)
@@ -154,6 +179,14 @@ class Batch:
                 self.leave(text, trusted=not event.error)
         self.clock.end_round()
         return brought
+
+    def _plan(self, rows: Sequence[int], remaining: int) -> DraftPlan:
+        """What to draft for these rows, of which one may get `remaining` tokens; the round cuts the draft to that."""
+        shape = self._rows.shape
+        if remaining < 2 or not shape.depth:
+            return DraftPlan(DraftShape(0))
+        read = None if isinstance(self.drafter, Eagle31Drafter) else self._rows
+        return self.planner.next_draft(RoundState(shape, rows, read, remaining))
 
     def leave(self, text: Row, *, trusted: bool = True) -> None:
         """Let a text go. What was computed for it stays until its place is needed.
@@ -193,6 +226,8 @@ class Batch:
         """Add a row's tokens to its text, up to where that ends."""
         text = self.texts[b]
         fails = emitted[-1] >= logits.shape[-1]  # the target's own choice was none
+        if not self._rows.checks and bool(logits[b, path].isnan().any()):
+            fails, emitted = True, emitted[-1:]
         count, shown = text.writer.append(emitted[:-1] if fails else emitted)
         text.usage = replace(
             text.usage,
@@ -212,35 +247,6 @@ def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """How many first tokens are the same."""
     width = min(len(one), len(other))
     return next((i for i in range(width) if one[i] != other[i]), width)
-
-
-# --- drafts -----------------------------------------------------------------------------------------------------------
-
-
-class BatchDrafts:
-    """How much a batch drafts, up to `shape`: one planner for all rows. What texts have shown it outlives them."""
-
-    def __init__(self, drafter: Assistant, texts: ReadTexts, shape: DraftShape, *, by_graphs: bool):
-        self.shape = shape
-        self._texts = None if isinstance(drafter, Eagle31Drafter) else texts
-        on_event = partial(logger.info, "eagle31: the batch's drafts: %s, %s")
-        self.planner = planner_of(drafter, shape, by_graphs=by_graphs, on_event=on_event)
-
-    def next_draft(self, rows: int, *, remaining: int) -> DraftPlan:
-        """What to draft for so many rows, of which one may get `remaining` tokens; the round cuts the draft to that."""
-        if remaining < 2 or not self.shape.depth:
-            return DraftPlan(DraftShape(0))
-        return self.planner.next_draft(RoundState(self.shape, range(rows), self._texts, remaining))
-
-    def text_joins(self) -> None:
-        """Another text may be of another kind: a drafter that rests is soon tried again."""
-        self.planner.shorten_rest()
-
-    def record(self, plan: DraftPlan, drafted: int, accepted: list[int], seconds: float) -> None:
-        """Learn what became of a plan: `drafted` tokens one after another, so many `accepted` by each row."""
-        if plan.skips or drafted:
-            rows = tuple(range(len(accepted)))
-            self.planner.record(RoundStats(plan, drafted, rows, tuple(accepted), seconds))
 
 
 # --- caches whose rows come and go ------------------------------------------------------------------------------------

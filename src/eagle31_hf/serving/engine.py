@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..drafter.assistant import Assistant
 from ..errors import Eagle31Error, UnsupportedGenerationError
-from ..loop.drafting import batch_shape
+from ..loop.drafting import batch_shape, largest_shape
 from ..targets.grouped_attention import why_attention_is_unknown
 from .batch import Batch
 from .forms import form_of
@@ -269,7 +269,8 @@ def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> 
     limit = binding.rotates_alike_up_to
     if limit is None:
         return settings
-    room = limit - batch_shape(drafter).depth
+    shape = largest_shape(drafter) if settings.max_rows == 1 else batch_shape(drafter)
+    room = limit - shape.depth
     if room < 2:
         raise UnsupportedGenerationError(
             f"this target rotates all positions of a text in another way behind {limit} tokens (rope scaling), and "

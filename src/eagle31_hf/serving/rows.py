@@ -239,9 +239,10 @@ class Rows:
 
     Attributes:
         texts: by place.
+        checks: rounds say where scores are no numbers; else whoever writes the tokens has to look.
     """
 
-    wants_scores = False
+    wants_scores, checks = False, True
     eos_ids: frozenset[int] = frozenset()  # writers see where texts end: drafts go on
 
     def __init__(self, binding: TargetBinding, shape: DraftShape, stats: SpeculationStats):
@@ -284,7 +285,7 @@ class Rows:
             alike.setdefault(place if text.chooser.kind is None else text.chooser.kind, []).append(place)
         rows = [0] * len(self.texts)  # each text's processors know of one row
         firsts = [(places, self.texts[places[0]].chooser) for places in alike.values()]
-        return [ChoiceRule(places, one.processing, one.draws, rows, fails_alone=True) for places, one in firsts]
+        return [ChoiceRule(places, one.processing, one.draws, rows, fails_alone=self.checks) for places, one in firsts]
 
     def noise_for(self, batch: RoundBatch, count: int) -> Tensor | None:
         """Of greedy rows beside drawn ones it is 1, which changes no choice."""
