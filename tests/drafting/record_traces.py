@@ -23,9 +23,9 @@ from eagle31_hf.drafter import propose
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.plan import DraftPlan
 from eagle31_hf.drafting.shape import DraftShape
+from eagle31_hf.generate.warm_up import InTurn
 from eagle31_hf.loop import decoder, drafting
 from eagle31_hf.loop.choosing import RoundBatch
-from eagle31_hf.loop.meet_graphs import InTurn
 from eagle31_hf.loop.round import Round
 
 WHERE = Path(__file__).with_name("recorded_traces.json")

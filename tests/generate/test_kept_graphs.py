@@ -238,7 +238,7 @@ def test_a_text_waits_for_what_it_asked_for(
         assert "advance" in kinds(pair)
         assert pair.stats is not None
         assert (pair.stats.fallbacks, pair.stats.loop) == ([], "own")
-        monkeypatch.setattr(warm_up_module, "warm_up", failing(AssertionError("it is there")))
+        monkeypatch.setattr(warm_up_module, "compile_graphs", failing(AssertionError("it is there")))
         assert torch.equal(write(pair, 1, **told), write(None, 1, **told))
     before = kept_files(".json")
     monkeypatch.setattr(packages.GraphPackages, "compile", failing(AssertionError("it is there")))
@@ -258,7 +258,7 @@ def test_a_longer_text_waits_once_more(pair: Eagle31Drafter) -> None:
 
 def test_texts_wait_for_few_ways_to_choose_and_say_so(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
-    monkeypatch.setattr(warm_up_module, "warm_up", lambda *_, **how: compiled.append(how))
+    monkeypatch.setattr(warm_up_module, "compile_graphs", lambda *_, **how: compiled.append(how))
     with configured(pair, acceleration="compile"):
         for temperature in (0.5, 0.6, 0.7, 0.8, 0.6, 0.9):
             write(pair, max_new_tokens=6, do_sample=True, temperature=temperature)

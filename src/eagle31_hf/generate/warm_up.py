@@ -1,33 +1,34 @@
-"""Compiling a pair's graphs ahead: short texts of every length that graphs are made for, written by `generate`."""
+"""Compiling a pair's graphs ahead: short texts of every length that graphs are made for."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..cache import graph_sizes
 from ..drafter.assistant import Assistant
+from ..drafter.drafter import Eagle31Drafter
+from ..drafting.plan import DraftPlan, RoundState, RoundStats
 from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
 from ..graphs.captured import CAPTURES
 from ..graphs.steps import GraphKey
+from ..loop.decoder import SpeculativeDecoder
+from ..loop.drafting import draft_shape
 from ..loop.kept_graphs import compiling_ahead, refusal, why_unsuited
-from ..loop.meet_graphs import meet_graphs
 from ..loop.pair import Pair, current_graphs, last_graphs
-from ..sampling.logits_processing import processing_of
+from ..loop.request import DecodingRequest
+from ..loop.text import Sequences, StopRules
+from ..sampling.logits_processing import ScoreProcessing, processing_of
 from .call import Call
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["warm_up"]
-
-NEW_TOKENS = 24
-"""Written after each prompt: a few rounds, so that each kind of graph is met."""
 
 
 def warm_up(
@@ -49,38 +50,26 @@ def warm_up(
     """
     model: Any = drafter.binding.model
     config = how.get("generation_config", model.generation_config)
-    met: dict[str, Any] = {
-        "processing": processing_of(model, **how),
-        "sampled": bool(how.get("do_sample", config.do_sample)),
-        "contexts": prompt_lengths(tokens),
-    }
+    sampled = bool(how.get("do_sample", config.do_sample))
+    return compile_graphs(drafter, processing_of(model, **how), sampled=sampled, tokens=tokens, on_compile=on_compile)
 
-    def meet() -> None:
-        for length in prompt_lengths(tokens):
-            _write(drafter, length, how)
-        meet_graphs(drafter, **met)
 
-    with compiling_ahead(drafter, on_compile) as maker, torch.random.fork_rng(devices=[]):
-        maker.until_compiled(meet)
-        _require_graphs(drafter)
+def compile_graphs(
+    drafter: Assistant,
+    processing: ScoreProcessing,
+    *,
+    sampled: bool,
+    tokens: int,
+    on_compile: Callable[[GraphKey], None] = lambda key: None,
+) -> list[GraphKey]:
+    """The same for texts of this `processing`, whose tokens are drawn or not."""
+    lengths = prompt_lengths(tokens)
+    with compiling_ahead(drafter, on_compile) as maker:
+        maker.until_compiled(lambda: _meet_graphs(drafter, processing, sampled=sampled, contexts=lengths))
+        if reason := current_graphs(drafter).disabled_reason:
+            raise ConfigurationError(f"{reason}; a C++ compiler is needed (g++), and room in the cache folder")
     Pair.of(drafter).costs.clear()  # beside compilers, and by eager code
     return maker.made
-
-
-def _write(drafter: Assistant, length: int, how: dict[str, Any]) -> None:
-    """A text behind a prompt of so many tokens."""
-    binding = drafter.binding
-    model: Any = binding.model
-    vocabulary = binding.text_config.vocab_size
-    ids = (torch.arange(length)[None] * 7 % vocabulary).to(binding.input_device)
-    ended = {"eos_token_id": vocabulary, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}  # never by a token
-    model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **ended, **how)
-    _require_graphs(drafter)
-
-
-def _require_graphs(drafter: Assistant) -> None:
-    if reason := current_graphs(drafter).disabled_reason:
-        raise ConfigurationError(f"{reason}; a C++ compiler is needed (g++), and room in the cache folder")
 
 
 def prompt_lengths(tokens: int) -> list[int]:
@@ -90,6 +79,54 @@ def prompt_lengths(tokens: int) -> list[int]:
         lengths.append(bucket + 1)
         bucket *= 2
     return lengths
+
+
+# --- rounds that meet each graph a text may want ---------------------------------------------------------------------
+
+MOST_TOKENS = 64
+"""That a text may get which is written for the graphs it meets."""
+
+
+class InTurn:
+    """A policy of these plans, one after the other and again from the first."""
+
+    def __init__(self, *plans: DraftPlan):
+        self._plans, self._rounds = plans, 0
+
+    def next_draft(self, state: RoundState) -> DraftPlan:
+        """The next one."""
+        return self._plans[self._rounds % len(self._plans)]
+
+    def record(self, stats: RoundStats) -> None:
+        """Counts, and learns nothing."""
+        self._rounds += 1
+
+
+def _meet_graphs(drafter: Assistant, processing: ScoreProcessing, *, sampled: bool, contexts: Sequence[int]) -> None:
+    """Write a few rounds of each kind behind so many tokens: with nothing drafted, by the drafter, and looked up."""
+    shape = draft_shape(drafter, rows=1, sampled=sampled, by_graphs=True)
+    rest = DraftPlan.skip()
+    looked_up = DraftPlan(DraftShape(shape.nodes - 1), tokens=((0,) * (shape.nodes - 1),)) if shape.depth else rest
+    drafted = DraftPlan(shape) if isinstance(drafter, Eagle31Drafter) else looked_up
+    plans = rest, looked_up, drafted, drafted, looked_up, drafted, rest, drafted
+    config: Any = drafter.binding.text_config
+    ahead = Pair.of(drafter).ahead
+    for context in contexts:
+        ids = (torch.arange(context)[None] * 7 % config.vocab_size).to(drafter.binding.input_device)
+        request = DecodingRequest(
+            sequences=Sequences(ids, [0], StopRules(max_length=context + MOST_TOKENS), None),
+            processing=processing,
+            shape=shape,
+            policy=InTurn(*plans),
+            do_sample=sampled,
+            graphs=None if ahead is None else current_graphs(drafter).made_by(ahead),
+        )
+        with torch.no_grad(), torch.random.fork_rng(), drafter.binding.masked_attention():
+            decoder = SpeculativeDecoder(drafter, request)
+            decoder.prefill()
+            for _ in plans:
+                if decoder.rows:
+                    decoder.step()
 
 
 # --- when a text asks for it ------------------------------------------------------------------------------------------
@@ -135,17 +172,8 @@ def warm_up_for(call: Call, shape: DraftShape) -> str:
             return f"steps are not compiled: {why}"
         logger.warning("eagle31: what graphs this text lacks are compiled first, which takes minutes; they are kept")
         try:
-            warm_up(drafter, tokens=call.longest_text, generation_config=_for_any_text(call))
+            compile_graphs(drafter, call.processing, sampled=sampling[0], tokens=call.longest_text)
         except ConfigurationError as refused:
             return f"steps are not compiled: {refused}"
         last_graphs(drafter).warmed.add(wanted)
     return ""
-
-
-def _for_any_text(call: Call) -> Any:
-    """The call's settings but for what ends its text and what it returns."""
-    config = copy.deepcopy(call.generation_config)
-    config.max_length = config.stop_strings = config.max_time = None
-    config.num_return_sequences = 1
-    config.return_dict_in_generate = config.output_scores = config.output_logits = False
-    return config
