@@ -74,6 +74,12 @@ BAD_CONFIGS = [
     ({"eagle_config": {"head_dim": 12}}, "head_dim 6, eagle_config.head_dim 12"),
     ({"target_layer_ids": [-1, 4, 8]}, "wanted a list of layer ids, none negative"),
     ({"target_layer_ids": [1, 4, 8], IDS: [1, 4, 8]}, "different target layers in two places"),
+    ({"sliding_window": "wide"}, "sliding_window is 'wide'; wanted a whole number above 0"),
+    ({"sliding_window": 0}, "sliding_window is 0"),
+    ({"sliding_window": True}, "sliding_window is True"),
+    ({"layer_types": ["sliding_attention"]}, "names sliding_attention layers, and no sliding_window"),
+    ({"sliding_window": 8, "layer_types": ["chunked_attention"]}, "wanted all full_attention or all sliding_attention"),
+    ({"sliding_window": 8, "layer_types": [["sliding_attention"]]}, "wanted all full_attention"),
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import files, graft, read_checkpoint
 from eagle31_hf.checkpoints.graft import graft_head
 from eagle31_hf.errors import CheckpointError, CheckpointFormatError, ConfigurationError
-from helpers import configured
+from helpers import assert_same_text, configured
 from mtp_targets import FAMILIES, target_with_head
 
 
@@ -122,9 +122,7 @@ def test_every_reader_finds_target_and_head_afterwards(base, fine_tune):
     held = {name: path.name for path in fine_tune.glob("*.safetensors") for name in load_file(path)}
     assert held == index["weight_map"], "what vLLM, SGLang and llama.cpp's converter go by"
     eagle = Eagle31Drafter.from_pretrained(fine_tune, target=model)
-    ids = torch.arange(10, 18)[None]
-    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
-    assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=eagle), plain)
+    assert_same_text(model, eagle, torch.arange(10, 18)[None], max_new_tokens=12, do_sample=False)
 
 
 @pytest.mark.parametrize("failing", ["save", "rename", "index"])

@@ -18,6 +18,7 @@ from helpers import (
     CONFIGS,
     VOCABULARY,
     RoundWrapper,
+    assert_same_text,
     configured,
     left_padded,
     random_drafter,
@@ -83,11 +84,9 @@ def test_the_text_is_the_targets_and_no_added_token_is_drafted(shape: str, more:
     inputs = prompts(more)
     favoured = {(VOCABULARY + more - 1,): 2.0}  # some of the answer is added tokens
     told = {"max_new_tokens": 20, "do_sample": False, "sequence_bias": favoured}
-    plain = target.generate(**inputs, **told)
     drafted: set[int] = set()
     with configured(drafter, **WAYS[way]), wrapped_rounds(lambda inner: Watching(inner, drafted)):
-        assert torch.equal(target.generate(**inputs, **told, assistant_model=drafter), plain)
-        assert drafter.stats.loop == "own", drafter.stats.reason
+        plain = assert_same_text(target, drafter, inputs, **told)
         target.generate(**inputs, **told | {"do_sample": True}, assistant_model=drafter)
     assert (plain[:, inputs["input_ids"].shape[1] :] >= VOCABULARY).any(), "the test tests nothing"
     assert drafted
@@ -99,11 +98,10 @@ def test_graphs_write_it_too(shape: str, monkeypatch) -> None:
     target, drafter = pair(3, SHAPES[shape])
     inputs = {name: value[:1] for name, value in prompts(3).items()}
     told = {"max_new_tokens": 20, "do_sample": False, "sequence_bias": {(VOCABULARY + 2,): 2.0}}
-    plain = target.generate(**inputs, **told)
     use_fixed_shapes_only(monkeypatch)
     for way in ({}, {"draft_top_k": 3, "draft_tree_size": 10}):
         with configured(drafter, acceleration="compile", **way):
-            assert torch.equal(target.generate(**inputs, **told, assistant_model=drafter), plain)
+            assert_same_text(target, drafter, inputs, **told)
 
 
 class OnlyAdded:
@@ -121,9 +119,8 @@ class OnlyAdded:
 def test_a_grammar_sees_the_targets_vocabulary() -> None:
     target, drafter = pair(3, SHAPES["all its own"])
     inputs = {name: value[:1] for name, value in prompts(3).items()}
-    told = {"max_new_tokens": 16, "do_sample": False, "logits_processor": LogitsProcessorList([OnlyAdded()])}
-    plain = target.generate(**inputs, **told)
-    assert torch.equal(target.generate(**inputs, **told, assistant_model=drafter), plain)
+    grammar = LogitsProcessorList([OnlyAdded()])
+    assert_same_text(target, drafter, inputs, max_new_tokens=16, do_sample=False, logits_processor=grammar)
     assert not drafter.stats.fallbacks
 
 

@@ -20,7 +20,7 @@ from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from eagle31_hf.training.settings import TrainingSettings
 from families import GEMMA_4, TEXT_FAMILIES
-from helpers import DEMO_DRAFTER, GROUPED, configured, left_padded, random_prompts, random_target
+from helpers import DEMO_DRAFTER, GROUPED, assert_same_text, configured, left_padded, random_prompts, random_target
 
 WIDTHS = {"gpt2": 256, "gptj": 256, "opt": 80, "falcon": 256, "bloom": 256, "gpt_neo": 256}
 
@@ -33,8 +33,7 @@ def test_a_fresh_drafter_for_any_family_changes_no_text(family):
     assert drafter.config.intermediate_size == WIDTHS.get(family, 96)
     assert plan_memory(target.config, card="RTX 4090", context=64).target.num_parameters > 0
     inputs = left_padded(random_prompts(1, longest=12))
-    wanted = target.generate(**inputs, max_new_tokens=24, do_sample=False)
-    assert torch.equal(target.generate(**inputs, max_new_tokens=24, do_sample=False, assistant_model=drafter), wanted)
+    assert_same_text(target, drafter, inputs, loop=None, max_new_tokens=24, do_sample=False)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
@@ -44,12 +43,9 @@ def test_drafts_stay_within_a_table_of_learned_positions(family):
     drafter = Eagle31Drafter.from_target(target, aux_layers=[1, 2, 4])
     inputs = left_padded(random_prompts(1, longest=12))
     longest = 128 - inputs["input_ids"].shape[1]
-    wanted = target.generate(**inputs, max_new_tokens=longest, do_sample=False)
     for tree in ({}, {"draft_top_k": 2, "draft_tree_size": 12}):
         with configured(drafter, **tree):
-            assert torch.equal(
-                target.generate(**inputs, max_new_tokens=longest, do_sample=False, assistant_model=drafter), wanted
-            )
+            assert_same_text(target, drafter, inputs, max_new_tokens=longest, do_sample=False)
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
@@ -108,9 +104,7 @@ def test_targets_too_shallow_for_three_states_are_told_what_to_do(layers, states
     with pytest.raises(ConfigurationError, match=advice):
         Eagle31Drafter.from_target(target)
     drafter = Eagle31Drafter.from_target(target, aux_layers=states, num_aux_hidden_states=len(states))
-    inputs = left_padded(random_prompts(1))
-    wanted = target.generate(**inputs, max_new_tokens=12, do_sample=False)
-    assert torch.equal(target.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=drafter), wanted)
+    assert_same_text(target, drafter, left_padded(random_prompts(1)), max_new_tokens=12, do_sample=False)
 
 
 def test_layers_of_unlike_width_are_told_apart():
