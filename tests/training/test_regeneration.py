@@ -37,13 +37,15 @@ def test_the_target_writes_every_turn_after_its_own_turns(tmp_path: Path, target
         assert CHAT[1]["content"] not in [message["content"] for message in row.messages]
 
 
-def test_writing_goes_on_after_a_kill(tmp_path: Path, target, tokenizer) -> None:
+def test_writing_goes_on_after_a_kill(tmp_path: Path, target, tokenizer, monkeypatch) -> None:
     how = writing(regenerate="last", write_rows=2)
     file = tmp_path / "c.jsonl"
     whole = regenerate(conversations(5), target, tokenizer, file, how)
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * 0.7)])  # in the middle of a line
     kept = file.read_bytes().count(b"\n")
+    monkeypatch.chdir(target_path().parent)
+    monkeypatch.setattr(target, "name_or_path", target_path().name)  # the same target, started from elsewhere
     calls: list[tuple[int, float]] = []
     again = regenerate(conversations(5), target, tokenizer, file, how, on_progress=lambda *call: calls.append(call))
     assert again == whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..training.settings import TrainingSettings
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from .progress import waiting_for
 
 
 @expand_options
@@ -12,7 +13,8 @@ from .options import JsonOption, TracebackOption, make_console, readable_errors,
 def train(*, settings: TrainingSettings, json_path: JsonOption = None, traceback: TracebackOption = False) -> None:
     """Make a drafter for a target: let it write, distil, improve acceptance, publish. Prints its plan first."""
     # Here and not above: Trainer takes longer to import than every other command takes to start.
-    from ..training.train import is_first_process, train_drafter
+    with waiting_for("loading the trainer"):
+        from ..training.train import is_first_process, train_drafter
 
     report = train_drafter(settings, console=make_console(stderr=True))
     if is_first_process():

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import ConfigurationError, TrainingError
 from ..texts.rows import Conversation
-from .writing import OnProgress, append_lines, end_ids, read_whole_lines, write_batch
+from .writing import OnProgress, append_lines, end_ids, place_of, read_whole_lines, write_batch
 
 SOURCE = "self"
 DEFAULT_COUNT = 2000
@@ -120,7 +120,7 @@ def write_prompts(
             nothing more that can be used.
     """
     header = {"max_new_tokens": max_new_tokens, "seed": seed, "temperatures": [*TEMPERATURES]}
-    kept = read_whole_lines(path, header | {"target": target.name_or_path})
+    kept = read_whole_lines(path, header | {"target": place_of(target)})
     seen: set[tuple[str, ...]] = set()
     for row in kept:
         is_new(row["prompt"], seen)

@@ -89,7 +89,8 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
     with telling_what_is_kept(settings.out, console, stop), warnings.catch_warnings():
         # Norms of a float32 drafter read bfloat16 under autocast: a slower kernel, but of a small part of the work.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-        target, tokenizer = load_target(settings)
+        with console.status("loading the target"):
+            target, tokenizer = load_target(settings)
         report = _Run(settings, target, tokenizer, console, stop).execute()
     leave_process_group()
     return report
@@ -125,7 +126,8 @@ class _Run:
         kind = DistillationModel if settings.stage == "1" else AcceptanceModel
         model = kind(drafter, steps=settings.ttt_steps, gradient_checkpointing=settings.gradient_checkpointing)
         known = self._known_texts(drafter, prompts)
-        plan = self._plan(model, dataset, documents, coverage, known, len(prompts))
+        with self.console.status("timing a step and a measurement"):
+            plan = self._plan(model, dataset, documents, coverage, known, len(prompts))
         say(self.console, str(plan))
         earlier = read_report(settings.out) if settings.resume else None
         if earlier is not None and earlier.stages[0].name == self.stage:
@@ -222,7 +224,7 @@ class _Run:
         self, model: DistillationModel, dataset: PackedDocuments, known: list[KnownTexts], steps: int
     ) -> StageResult:
         """Train from where an earlier run was left."""
-        counting = Counting(self.console, self.stage, steps, resumes=True)
+        counting = Counting(self.console, "training", steps, resumes=True)
         patience = EarlyStoppingCallback(early_stopping_patience=PATIENCE)
         callbacks = [LiveProgress(self.console, counting), self.stop, patience]
         trainer = DistillationTrainer(model, self._arguments(steps), dataset, known=known, callbacks=callbacks)

@@ -100,6 +100,12 @@ def end_ids(model: Any) -> set[int]:
     return set(ends if isinstance(ends, list) else [ends]) - {None}
 
 
+def place_of(target: PreTrainedModel) -> str:
+    """Its Hub id, or its folder from the root, from wherever a run is started."""
+    name = str(target.name_or_path)
+    return str(Path(name).resolve()) if name and Path(name).exists() else name
+
+
 def own_temperature(target: Any) -> float:
     """What the target's generation config writes with; 0 is greedy."""
     config = target.generation_config
@@ -138,7 +144,7 @@ def regenerate(
         "max_new_tokens": settings.max_new_tokens,
         "max_prompt_tokens": max_prompt_tokens(settings),
         "seed": settings.seed,
-        "target": target.name_or_path,
+        "target": place_of(target),
         "kept_by": "digest",
     }
     conversations = with_keys(conversations)
