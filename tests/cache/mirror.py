@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle31_hf.cache.quantized import decode, encode
+from eagle31_hf.cache.spans import LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,12 +42,11 @@ class Mirror:
 
     def __post_init__(self) -> None:
         self.cache = SpeculativeCache(
-            self.windows,
+            LayerKinds(self.windows, ["sliding_attention" if w else "full_attention" for w in self.windows]),
             batch_size=self.batch_size,
             capacity=96,
             block=8,
             slab=self.slab,
-            layer_types=["sliding_attention" if w else "full_attention" for w in self.windows],
             cache_type=self.cache_type,
         )
         self.rows: list[list[int]] = [[] for _ in range(self.batch_size)]  # tokens, by number

@@ -24,6 +24,7 @@ from stock_models import (
 )
 from transformers import AutoConfig, DynamicCache
 
+from eagle31_hf.cache.spans import LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 from helpers import first_row
 
@@ -137,7 +138,7 @@ def test_a_stock_cache_is_taken_over_and_handed_back(name, new_tokens):
 
 
 def test_shared_key_value_layers_stay_empty_and_are_skipped():
-    cache = SpeculativeCache([None, None], batch_size=1, capacity=32, block=8)
+    cache = SpeculativeCache(LayerKinds([None, None]), batch_size=1, capacity=32, block=8)
     cache.place(4)
     cache.update(torch.randn(1, 2, 4, 3), torch.randn(1, 2, 4, 5), 0)
     cache.keep([[0, 2]], [2])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from stock_models import MIXED, random_tree
 
 from eagle31_hf.cache.masks import RESIDENT_QUERIES
+from eagle31_hf.cache.spans import LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 
 
@@ -49,14 +50,8 @@ def naive_mask(lengths, ancestors, depths, after, window=None, chunked=False):
 def test_masks_equal_the_formula_after_every_round(seed, batch_size, shared, slab, kind, window):
     """Rounds of random tree, acceptance and rollback: the resident mask must never remember a rejected block."""
     rng = random.Random(seed)
-    cache = SpeculativeCache(
-        [None, window],
-        batch_size=batch_size,
-        capacity=90,
-        block=9,
-        slab=slab,
-        layer_types=["full_attention", kind],
-    )
+    kinds = LayerKinds([None, window], ["full_attention", kind])
+    cache = SpeculativeCache(kinds, batch_size=batch_size, capacity=90, block=9, slab=slab)
     for _ in range(10):
         size, after = rng.randint(1, 6), rng.randint(0, 3)
         trees = [random_tree(rng, after + size)] * batch_size
@@ -92,7 +87,7 @@ def test_masks_equal_the_formula_after_every_round(seed, batch_size, shared, sla
 def test_a_chain_needs_no_ancestors():
     for lengths in ([4], [4, 4], [2, 9]):
         for num_tokens in (1, 3, 9):
-            cache = SpeculativeCache([None], batch_size=len(lengths), capacity=40, block=9)
+            cache = SpeculativeCache(LayerKinds([None]), batch_size=len(lengths), capacity=40, block=9)
             cache.place(9)
             cache.commit(lengths)
             cache.place(num_tokens)
@@ -112,7 +107,7 @@ def test_the_first_chunk_needs_no_mask_where_none_is_causal():
         ([None], [0, 2], 0, True),
         ([None], [0, 0], 1, True),
     ):
-        cache = SpeculativeCache(windows, batch_size=2, capacity=20, block=6, layer_types=MIXED[: len(windows)])
+        cache = SpeculativeCache(LayerKinds(windows, MIXED[: len(windows)]), batch_size=2, capacity=20, block=6)
         cache.place(2)
         cache.commit(lengths)
         cache.place(4, after=after)
@@ -122,7 +117,7 @@ def test_the_first_chunk_needs_no_mask_where_none_is_causal():
 
 
 def test_a_prefill_chunk_does_not_stay_in_the_resident_mask():
-    cache = SpeculativeCache([None], batch_size=1, capacity=4096, block=RESIDENT_QUERIES + 1)
+    cache = SpeculativeCache(LayerKinds([None]), batch_size=1, capacity=4096, block=RESIDENT_QUERIES + 1)
     cache.place(RESIDENT_QUERIES + 1)
     assert cache.attention_mask().shape == (1, 1, RESIDENT_QUERIES + 1, RESIDENT_QUERIES + 1)
     assert cache.num_bytes == 0
@@ -135,7 +130,7 @@ def test_a_prefill_chunk_does_not_stay_in_the_resident_mask():
 
 
 def test_masks_follow_the_dtype():
-    cache = SpeculativeCache([None, 3], batch_size=1, capacity=20, block=4, layer_types=MIXED[1:])
+    cache = SpeculativeCache(LayerKinds([None, 3], MIXED[1:]), batch_size=1, capacity=20, block=4)
     cache.place(4)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for mask in cache.attention_mask(dtype=dtype).values():

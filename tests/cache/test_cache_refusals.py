@@ -10,7 +10,7 @@ from stock_models import COMMON, MIXED, MODELS, WINDOW, make_cache, prefill, ran
 from transformers import AutoConfig, DynamicCache, Gemma3nTextConfig
 from transformers.cache_utils import StaticCache
 
-from eagle31_hf.cache.spans import AttentionSpan
+from eagle31_hf.cache.spans import AttentionSpan, LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, MemoryPlanError, UnsupportedGenerationError
 from helpers import first_row
@@ -62,17 +62,17 @@ def test_llama4_is_refused_where_its_query_scale_would_follow_slots():
 
 
 @pytest.mark.parametrize(
-    ("windows", "fields", "message"),
+    ("kinds", "fields", "message"),
     [
-        ([None], {"capacity": 0}, "capacity"),
-        ([None, 4], {}, "layer_types"),
-        ([None, 4], {"layer_types": ["full_attention"]}, "layer types"),
-        ([None], {"cache_type": "int4"}, r"int4.*full, int8"),
+        (LayerKinds([None]), {"capacity": 0}, "capacity"),
+        (LayerKinds([None, 4]), {}, "one window per mask"),
+        (LayerKinds([None, 4], ["full_attention"]), {}, "layer types"),
+        (LayerKinds([None]), {"cache_type": "int4"}, r"int4.*full, int8"),
     ],
 )
-def test_sizes_windows_and_types_are_checked(windows, fields, message):
+def test_sizes_windows_and_types_are_checked(kinds, fields, message):
     with pytest.raises(ConfigurationError, match=message):
-        SpeculativeCache(windows, **{"batch_size": 1, "capacity": 32, "block": 4, **fields})
+        SpeculativeCache(kinds, **{"batch_size": 1, "capacity": 32, "block": 4, **fields})
 
 
 def test_layers_that_share_keys_are_not_stored_in_8_bits():
@@ -82,7 +82,7 @@ def test_layers_that_share_keys_are_not_stored_in_8_bits():
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written():
-    cache = SpeculativeCache([None], batch_size=2, capacity=10, block=6)
+    cache = SpeculativeCache(LayerKinds([None]), batch_size=2, capacity=10, block=6)
     with pytest.raises(MemoryPlanError, match="block=6"):
         cache.place(7)
     with pytest.raises(MemoryPlanError, match="block=6"):
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
 
 
 def test_forwards_that_were_not_placed_are_refused():
-    cache = SpeculativeCache([None], batch_size=1, capacity=16, block=4)
+    cache = SpeculativeCache(LayerKinds([None]), batch_size=1, capacity=16, block=4)
     states = torch.zeros(1, 1, 3, 2)
     with pytest.raises(UnsupportedGenerationError, match="place"):
         cache.update(states, states, 0)
@@ -115,7 +115,7 @@ def test_forwards_that_were_not_placed_are_refused():
     [(None, [4, 1]), (None, [1]), (None, [-1, 1]), ([[0, 3], [0, 1]], [2, 2]), ([[0], [-1]], [1, 1])],
 )
 def test_nodes_outside_the_block_are_not_kept(path, counts):
-    cache = SpeculativeCache([None], batch_size=2, capacity=16, block=4)
+    cache = SpeculativeCache(LayerKinds([None]), batch_size=2, capacity=16, block=4)
     cache.place(3)
     with pytest.raises(UnsupportedGenerationError, match="below 3"):
         cache.keep(path, counts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,10 +14,11 @@ from eagle31_hf.settings import Eagle31GenerationConfig
 from helpers import configured, drafter_of, target_of
 
 
-def test_all_rooms_know_the_same_cache_types() -> None:
+def test_all_rooms_know_the_same_cache_types(tmp_path: Path) -> None:
     assert ("auto", *CACHE_TYPES) == ALL_CACHE_TYPES
     assert Eagle31GenerationConfig().stored_cache_type == "full"
-    assert Eagle31GenerationConfig(cache_type="int8").stored_cache_type == "int8"
+    Eagle31GenerationConfig(cache_type="int8").save_pretrained(tmp_path)
+    assert Eagle31GenerationConfig.from_pretrained(tmp_path).stored_cache_type == "int8"
 
 
 @pytest.mark.parametrize(

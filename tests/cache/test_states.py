@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from eagle31_hf.cache.row_pool import RowPool, resume_row
+from eagle31_hf.cache.spans import LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import Recorded
 from eagle31_hf.cache.states import CONVOLUTION, RECURRENT, StateLayer
@@ -35,8 +36,8 @@ class Sum:
 
 def cache_of(rows: int, kind: type[SpeculativeCache] = SpeculativeCache) -> Any:
     """Of two layers: states alone, and attention."""
-    kinds = {"num_states": (1, 0), "attends": (False, True), "layer_types": ["linear_attention", "full_attention"]}
-    return kind([None, None], batch_size=rows, **SIZES, **kinds)
+    kinds = LayerKinds([None, None], ["linear_attention", "full_attention"], num_states=(1, 0), attends=(False, True))
+    return kind(kinds, batch_size=rows, **SIZES)
 
 
 def forward(cache: SpeculativeCache, tokens: Tensor) -> None:

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from eagle31_hf.cache.spans import LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.config import Eagle31Config
 from eagle31_hf.drafter.modeling_eagle31 import Eagle31Network
@@ -254,7 +255,7 @@ def test_drafter_peaks_match_a_trace(run: Run) -> None:
     with FakeTensorMode():
         network, embedding = fake_drafter()
         with torch.no_grad(), StorageCounter() as counter:
-            cache = SpeculativeCache([None], batch_size=1, capacity=run.capacity, block=run.chunk)
+            cache = SpeculativeCache(LayerKinds([None]), batch_size=1, capacity=run.capacity, block=run.chunk)
             for _ in range(0, run.prompt, run.chunk):
                 counter.restart_peak()
                 absorb(network, embedding, cache, torch.empty(1, run.chunk, shape.aux_width, dtype=BF16))
@@ -296,7 +297,7 @@ def test_ledger_matches_prefill_drafter_and_verification_run_together(cache_type
         with torch.no_grad(), StorageCounter() as counter, attending_grouped(model.config):
             target = TracedTarget(config, run, counter, model, taps=3)
             capacity = settings.drafter_capacity
-            cache = SpeculativeCache([None], batch_size=1, capacity=capacity, block=run.chunk)
+            cache = SpeculativeCache(LayerKinds([None]), batch_size=1, capacity=capacity, block=run.chunk)
             for _ in range(0, run.prompt, run.chunk):
                 counter.restart_peak()
                 logits = target.forward(run.chunk, logits_to_keep=1)

@@ -137,14 +137,6 @@ class BlockMasks:
         self.spans, self.placement = spans, placement
         self.resident = ResidentMask()
 
-    def forget(self) -> None:
-        """Drop what is kept between rounds."""
-        self.resident = ResidentMask()
-
-    @property
-    def num_bytes(self) -> int:
-        return self.resident.num_bytes
-
     def build(
         self,
         ancestors: Tensor | None,
@@ -169,7 +161,7 @@ class BlockMasks:
             if not span.attends:
                 made[span] = None
             elif span.window is not None:
-                made.setdefault(span, self._of_window(span, visible, ancestors, depths, dtype))
+                made.setdefault(span, self._of_window(span, visible, self._depths(visible, ancestors, depths), dtype))
             elif span not in made:
                 made[span] = None if open_ended else self._of_all(visible, dtype)
         if self.spans.types is None:
@@ -182,20 +174,17 @@ class BlockMasks:
             return self.resident.build(placement.longest, visible, placement.reserved_slots, dtype)
         return ragged_mask(placement.lengths_tensor, visible, placement.visible_slots, dtype)
 
-    def _of_window(
-        self,
-        span: AttentionSpan,
-        visible: Tensor,
-        ancestors: Tensor | None,
-        depths: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        placement = self.placement
+    def _depths(self, visible: Tensor, ancestors: Tensor | None, depths: Tensor | None) -> Tensor:
+        """Of every node of the block, `(1 or B, M)`."""
         if depths is None and ancestors is None:
-            depths = torch.arange(visible.shape[2], device=placement.device)
+            depths = torch.arange(visible.shape[2], device=self.placement.device)
         elif depths is None:
             assert visible.shape[1] == visible.shape[2], "depths of earlier nodes are not in a part of the block"
             depths = visible.sum(-1) - 1
-        depths = depths.to(placement.device)
+        depths = depths.to(self.placement.device)
+        return depths[None] if depths.dim() == 1 else depths
+
+    def _of_window(self, span: AttentionSpan, visible: Tensor, depths: Tensor, dtype: torch.dtype) -> Tensor:
+        placement = self.placement
         lengths = placement.lengths_tensor[:1] if placement.rows_alike else placement.lengths_tensor
-        return window_mask(span, lengths, depths[None] if depths.dim() == 1 else depths, visible, dtype)
+        return window_mask(span, lengths, depths, visible, dtype)

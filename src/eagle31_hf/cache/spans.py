@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
@@ -29,16 +30,17 @@ class LayerKinds:
     """What each layer of a model keeps of the text.
 
     Attributes:
-        windows: `None` (full attention, or no attention at all) or the sliding window in tokens.
+        windows: `None` (full attention, or no attention at all) or the sliding window in tokens, the query's own
+            included.
         types: the key of each layer's mask for models that take a dict of masks; `None` for one tensor.
-        num_states: recurrent and convolution states of each layer, 0 in layers of attention alone.
-        attends: whether the layer attends, hence keeps keys and values.
+        num_states: recurrent and convolution states of each layer, 0 in layers of attention alone; default: none.
+        attends: whether the layer attends, hence keeps keys and values; default: all do.
     """
 
-    windows: list[int | None]
-    types: list[str] | None
-    num_states: tuple[int, ...]
-    attends: tuple[bool, ...]
+    windows: Sequence[int | None]
+    types: Sequence[str] | None = None
+    num_states: Sequence[int] = ()
+    attends: Sequence[bool] = ()
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,8 @@ class LayerSpans:
     types: tuple[str, ...] | None
 
     @classmethod
-    def from_windows(
-        cls,
-        windows: Sequence[int | None],
-        types: Sequence[str] | None,
-        capacity: int,
-        attends: Sequence[bool] | None = None,
-    ) -> LayerSpans:
-        """Spans of layers with these windows, all of which attend unless told otherwise.
+    def of(cls, kinds: LayerKinds, capacity: int) -> LayerSpans:
+        """Of layers whose rows are no longer than `capacity`.
 
         A window no row can outgrow hides nothing, so such a layer counts as full: that is the cheaper storage, and
         the one that rolls back to any length.
@@ -90,23 +86,23 @@ class LayerSpans:
         Raises:
             ConfigurationError: layers that must share one mask differ in their window.
         """
+        windows, types = kinds.windows, kinds.types
         if types is not None and len(types) != len(windows):
             raise ConfigurationError(f"got {len(types)} layer types for {len(windows)} layer windows; wanted one each")
-        kinds = list(types) if types is not None else [FULL] * len(windows)
-        is_attending = [True] * len(windows) if attends is None else list(attends)
+        named = types if types is not None else [FULL] * len(windows)
         spans = tuple(
-            AttentionSpan(window, kind == CHUNKED, attending)
+            AttentionSpan(window, kind == CHUNKED, attends)
             if window and window < capacity
-            else AttentionSpan(attends=attending)
-            for window, kind, attending in zip(windows, kinds, is_attending, strict=True)
+            else AttentionSpan(attends=attends)
+            for window, kind, attends in zip(windows, named, kinds.attends or [True] * len(windows), strict=True)
         )
-        for kind in dict.fromkeys(kinds):
-            distinct = {span for span, other in zip(spans, kinds, strict=True) if other == kind and span.attends}
+        for kind in dict.fromkeys(named):
+            distinct = {span for span, other in zip(spans, named, strict=True) if other == kind and span.attends}
             if len(distinct) > 1:
                 windows_found = sorted(str(span.window) for span in distinct)
                 raise ConfigurationError(
                     f"layers that share one attention mask have windows {windows_found}; wanted one window per mask: "
-                    "pass layer_types to give each kind of layer its own"
+                    "give each kind of layer its own type"
                 )
         return cls(spans, tuple(types) if types is not None else None)
 
@@ -138,7 +134,13 @@ def kinds_from_config(config: PreTrainedConfig, masks_by_type: bool | None, capa
     types = getattr(config, "layer_types", None)
     stock = _stock_layers(config)
     named = list(types) if types is not None else [FULL] * len(stock)
-    if unknown := unknown_layers(config):
+    keep_states = [type(layer).__name__ in _STATE_LAYERS for layer in stock]
+    keep_states = [keeps and kind not in NO_MIXER for keeps, kind in zip(keep_states, named, strict=True)]
+    others = {kind for kind, keeps in zip(named, keep_states, strict=True) if not keeps}
+    unknown = sorted(others - {FULL, SLIDING, CHUNKED, *NO_MIXER})
+    # What transformers itself would cache also tells models apart that name no layer types.
+    unknown += sorted({type(layer).__name__ for layer in stock} - _STOCK_LAYERS)
+    if unknown:
         raise IncompatibleTargetError(
             f"{config.model_type} has layers of kind {unknown}; drafts can be taken back in layers that keep keys and "
             f"values ({FULL}, {SLIDING} or {CHUNKED}) or recurrent and convolution states, and nothing else; generate "
@@ -146,23 +148,18 @@ def kinds_from_config(config: PreTrainedConfig, masks_by_type: bool | None, capa
         )
     _refuse_scaling_by_slot(config, capacity)
     by_type = types is not None and masks_by_type is not False
-    return LayerKinds(
-        windows=_windows(config, stock, named, by_type=by_type),
-        types=named if by_type else None,
-        num_states=tuple(
-            layer.number_of_states if keeps else 0  # type: ignore[attr-defined]
-            for layer, keeps in zip(stock, _which_keep_states(stock, named), strict=True)
-        ),
-        attends=tuple(
-            type(layer).__name__ != "LinearAttentionLayer" and kind not in NO_MIXER
-            for layer, kind in zip(stock, named, strict=True)
-        ),
-    )
+    states = [keeps and layer.number_of_states for layer, keeps in zip(stock, keep_states, strict=True)]
+    attends = [
+        type(layer).__name__ != "LinearAttentionLayer" and kind not in NO_MIXER
+        for layer, kind in zip(stock, named, strict=True)
+    ]
+    windows = _windows(config, stock, named, by_type=by_type)
+    return LayerKinds(windows, named if by_type else None, tuple(map(int, states)), tuple(attends))
 
 
-def _stock_layers(config: PreTrainedConfig) -> list[object]:
+def _stock_layers(config: PreTrainedConfig) -> list[Any]:
     """What transformers would cache in; some versions leave layers out that share another's keys and values."""
-    layers: list[object] = [*DynamicCache(config=config).layers]
+    layers: list[Any] = [*DynamicCache(config=config).layers]
     return layers + [DynamicLayer() for _ in range(config.num_hidden_layers - len(layers))]
 
 
@@ -181,24 +178,6 @@ def _windows(
         )
     own = [getattr(layer, "sliding_window", None) for layer in stock]  # of types that both attend and keep states
     return [windows.get(kind, window) for kind, window in zip(types, own, strict=True)]
-
-
-def unknown_layers(config: PreTrainedConfig) -> list[str]:
-    """Kinds of a model's layers that may keep more than keys and values or states; nobody here knows how to roll them
-    back."""
-    config = config.get_text_config(decoder=True)
-    stock, types = _stock_layers(config), getattr(config, "layer_types", None)
-    named = list(types) if types is not None else [FULL] * len(stock)
-    others = {kind for kind, keeps in zip(named, _which_keep_states(stock, named), strict=True) if not keeps}
-    unknown = sorted(others - {FULL, SLIDING, CHUNKED, *NO_MIXER})
-    # What transformers itself would cache also tells models apart that name no layer types.
-    return unknown + sorted({type(layer).__name__ for layer in stock} - _STOCK_LAYERS)
-
-
-def _which_keep_states(stock: Sequence[object], named: Sequence[str]) -> list[bool]:
-    return [
-        type(layer).__name__ in _STATE_LAYERS and kind not in NO_MIXER for layer, kind in zip(stock, named, strict=True)
-    ]
 
 
 def _refuse_scaling_by_slot(config: PreTrainedConfig, capacity: int) -> None:

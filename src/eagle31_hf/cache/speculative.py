@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +29,11 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError
 from .kept_buffers import KeptBuffers
 from .layers import SlotLayer, WindowLayer
-from .masks import BlockMasks
+from .masks import BlockMasks, ResidentMask
 from .placement import Placement
 from .quantized import Workspace, make_layers, refuse_unquantizable
 from .slot_moves import full_moves, ring_moves
-from .spans import LayerSpans, kinds_from_config
+from .spans import LayerKinds, LayerSpans, kinds_from_config
 from .state_tape import LastNodes
 from .states import Settle, StateLayer, settle_states
 from .stock import HeldLayer, LayerStates, StateSnapshot, held_length, read_stock_layers
@@ -45,16 +46,13 @@ class SpeculativeCache(Cache):
     """Keys and values of `B` rows, each with its own number of committed tokens.
 
     Args:
-        layer_windows: per layer, `None` (full attention) or the sliding window in tokens, the query's own included.
+        kinds: what each layer keeps.
         batch_size: rows `B`.
         capacity: most slots a row may need: committed tokens and one block.
         block: most tokens written between two commits (the larger of prefill chunk and tree nodes).
         slab: grow full layers in steps of so many slots; `None` allocates `capacity` at once.
-        layer_types: per layer, the key of its mask for models that take a dict of masks; `None` for one tensor.
         cache_type: `"full"` stores keys and values in the model's dtype, `"int8"` in 8 bits.
         device: where token ids live, hence masks and positions. Each layer's buffers follow that layer's keys.
-        num_states: recurrent and convolution states of each layer; default: none anywhere.
-        attends: whether each layer keeps keys and values; default: all do.
 
     Raises:
         ConfigurationError: a size is not positive, layers that share a mask differ in window, unknown `cache_type`.
@@ -62,29 +60,26 @@ class SpeculativeCache(Cache):
 
     def __init__(
         self,
-        layer_windows: Sequence[int | None],
+        kinds: LayerKinds,
         *,
         batch_size: int,
         capacity: int,
         block: int,
         slab: int | None = None,
-        layer_types: Sequence[str] | None = None,
         cache_type: str = "full",
         device: torch.device | str = "cpu",
-        num_states: Sequence[int] | None = None,
-        attends: Sequence[bool] | None = None,
     ):
         sizes = {"batch_size": batch_size, "capacity": capacity, "block": block, "slab": slab}
         wrong = {name: size for name, size in sizes.items() if size is not None and size < 1}
-        if wrong or not layer_windows:
+        if wrong or not kinds.windows:
             raise ConfigurationError(f"got {wrong or 'no layers'}; a cache wants at least 1 of each")
         self.capacity, self.slab, self.device = capacity, slab, torch.device(device)
-        self._spans = LayerSpans.from_windows(layer_windows, layer_types, capacity, attends)
+        self._spans = LayerSpans.of(kinds, capacity)
         self._placement = Placement(batch_size, min(block, capacity), self.device)
         self._masks, self._workspace = BlockMasks(self._spans, self._placement), Workspace()
         self._ring_end = [0] * batch_size  # one past the newest position ever written to a ring
         self._state_end = [0] * batch_size  # the token whose states each row has
-        states = num_states or [0] * len(layer_windows)
+        states = kinds.num_states or [0] * len(kinds.windows)
         layers = make_layers(self._spans.spans, states, self._placement, cache_type, self._workspace)
         self.attending: list[SlotLayer] = [layer for layer in layers if isinstance(layer, SlotLayer)]
         self.with_states: list[StateLayer] = [layer for layer in layers if isinstance(layer, StateLayer)]
@@ -92,16 +87,7 @@ class SpeculativeCache(Cache):
 
     @classmethod
     def from_config(
-        cls,
-        config: PreTrainedConfig,
-        *,
-        batch_size: int,
-        capacity: int,
-        block: int,
-        slab: int | None = None,
-        masks_by_type: bool | None = None,
-        cache_type: str = "full",
-        device: torch.device | str = "cpu",
+        cls, config: PreTrainedConfig, *, capacity: int, masks_by_type: bool | None = None, **sizes: Any
     ) -> SpeculativeCache:
         """A cache for a model of this configuration; see `kinds_from_config` for `masks_by_type`.
 
@@ -109,20 +95,8 @@ class SpeculativeCache(Cache):
             IncompatibleTargetError: the model has layers that keep what this cache cannot, or share keys and values
                 where `cache_type` is not `"full"`.
         """
-        refuse_unquantizable(config, cache_type)
-        kinds = kinds_from_config(config, masks_by_type, capacity)
-        return cls(
-            kinds.windows,
-            batch_size=batch_size,
-            capacity=capacity,
-            block=block,
-            slab=slab,
-            layer_types=kinds.types,
-            cache_type=cache_type,
-            device=device,
-            num_states=kinds.num_states,
-            attends=kinds.attends,
-        )
+        refuse_unquantizable(config, sizes.get("cache_type", "full"))
+        return cls(kinds_from_config(config, masks_by_type, capacity), capacity=capacity, **sizes)
 
     def write_in(self, kept: KeptBuffers, name: str) -> None:
         """Store keys, values and states in memory that outlives this cache, the next one of this name will have it.
@@ -162,8 +136,8 @@ class SpeculativeCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for keys, values, states, the resident mask and where quantised layers are unpacked."""
-        own = self._masks.num_bytes + self._workspace.num_bytes + sum(layer.state_bytes for layer in self.with_states)
-        return sum(layer.num_bytes for layer in self.attending) + own
+        layers = [layer.num_bytes for layer in self.attending] + [layer.state_bytes for layer in self.with_states]
+        return sum(layers) + self._masks.resident.num_bytes + self._workspace.num_bytes
 
     @property
     def has_states(self) -> bool:
@@ -228,7 +202,7 @@ class SpeculativeCache(Cache):
 
     def forget_mask(self) -> None:
         """Drop the mask kept between rounds: the next one is made for the blocks that come now, not for past ones."""
-        self._masks.forget()
+        self._masks.resident = ResidentMask()
 
     def release(self) -> None:
         """Give back what can be made again, forget what is placed, and grow by small steps from now on."""

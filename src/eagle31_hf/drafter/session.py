@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache.spans import LayerKinds
 from ..cache.speculative import SpeculativeCache
 from ..drafting.host_numbers import on_device
 from .drafter import Eagle31Drafter
@@ -53,7 +54,7 @@ class DraftSession:
         # Attributes of a module cost 10 to 100 us each: asked once.
         self.device, self.dtype, self.draft_ids = drafter.device, drafter.dtype, drafter.draft_ids
         self.cache = self.cache_kind(
-            [attention_window(drafter)] * drafter.config.num_hidden_layers,
+            LayerKinds([attention_window(drafter)] * drafter.config.num_hidden_layers),
             batch_size=batch_size,
             capacity=capacity,
             block=block,
