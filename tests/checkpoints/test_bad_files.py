@@ -9,7 +9,9 @@ from tiny_checkpoints import (
     KEPT_IDS,
     LONGEST_MESSAGE,
     PLAIN,
+    PLAIN_LATENT,
     assert_refused,
+    latent_layout,
     layout,
     save,
     sharded,
@@ -86,6 +88,22 @@ BAD_CONFIGS = [
 @pytest.mark.parametrize(("config", "message"), BAD_CONFIGS)
 def test_a_configuration_that_cannot_be_is_named(tmp_path, config, message):
     assert_refused(save(tmp_path, PLAIN | config, layout("midlayer")), message)
+
+
+BAD_LATENT = [
+    ({"kv_lora_rank": None}, (), r"lacks \['kv_lora_rank'\]"),
+    ({"v_head_dim": 0}, (), "no possible drafter.*v_head_dim"),
+    ({"kv_lora_rank": 11}, (), r"kv_b_proj\.weight is \[14, 3\], wanted \[14, 11\]"),
+    ({"q_lora_rank": None}, (), r"missing: layers\.0\.self_attn\.q_proj\.weight"),
+    ({"attention_bias": True}, (), "attention_bias"),
+    ({}, ("kv_a_layernorm",), r"missing: layers\.0\.self_attn\.kv_a_layernorm"),
+]
+
+
+@pytest.mark.parametrize(("config", "without", "message"), BAD_LATENT)
+def test_sizes_of_latent_attention_that_do_not_fit_are_named(tmp_path, config, without, message):
+    kept = {name: t for name, t in latent_layout().items() if not any(part in name for part in without)}
+    assert_refused(save(tmp_path, PLAIN_LATENT | config, kept), message)
 
 
 def test_a_drafter_of_absurd_size_is_refused_before_it_is_built():

@@ -16,13 +16,6 @@ from eagle31_hf.errors import CheckpointFormatError, CheckpointNotFoundError
 # ---------------------------------------------------------------- files and folders
 
 
-def test_shards_are_joined(tmp_path):
-    tensors = sharded(tmp_path)
-    checkpoint = read_checkpoint(tmp_path)
-    assert torch.equal(checkpoint.tensors["fc.weight"], tensors["fc.weight"])
-    assert len(checkpoint.tensors) == len(tensors) - 1  # t2d is implied
-
-
 def test_a_folder_without_weights_and_a_file_in_place_of_a_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PLAIN))
     with pytest.raises(CheckpointFormatError, match="no weights"):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny_checkpoints import (
-    GROUPED_FORMATS,
     KEPT_IDS,
     LAYER_0,
     REFUSES,
@@ -37,7 +36,7 @@ def variant(name: str) -> Checkpoint:
     return make(**VARIANTS[name])
 
 
-@pytest.mark.parametrize("format", GROUPED_FORMATS)
+@pytest.mark.parametrize("format", WRITTEN_FORMATS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_write_read_write_is_byte_identical(tmp_path, name, format):
     checkpoint = variant(name)
@@ -63,9 +62,12 @@ def test_write_read_write_is_byte_identical(tmp_path, name, format):
 
 
 def test_refused_variants_are_the_listed_ones_and_the_message_names_a_way_out():
-    assert set(REFUSES) == set(GROUPED_FORMATS)
-    with pytest.raises(ConfigurationError, match="write it as speculators"):
-        write_checkpoint(make(qk_norm=True), "never-made")
+    assert set(REFUSES) == set(WRITTEN_FORMATS)
+    for name, way in {"qk_norm": "write it as speculators", "latent": "latent attention.*write it as mla"}.items():
+        with pytest.raises(ConfigurationError, match=way):
+            write_checkpoint(variant(name), "never-made")
+    with pytest.raises(ConfigurationError, match="the mla format cannot express attention with keys and values"):
+        write_checkpoint(variant("eagle3"), "never-made", format="mla")
     with pytest.raises(ConfigurationError, match="wanted one of mla, plain, speculators"):
         write_checkpoint(make(), "never-made", format="gguf")
     for format in set(FORMATS) - set(WRITTEN_FORMATS):
@@ -143,9 +145,9 @@ def test_there_and_back_is_byte_identical(tmp_path, first, second, name):
 def test_a_target_is_named_where_each_loader_looks(tmp_path):
     checkpoint = make()
     checkpoint.metadata["target_model"] = TARGET
-    for format in GROUPED_FORMATS:
+    for format in ("plain", "speculators"):
         write_checkpoint(checkpoint, tmp_path / format, format=format)
-    configs = {name: json.loads((tmp_path / name / "config.json").read_text()) for name in GROUPED_FORMATS}
+    configs = {name: json.loads((tmp_path / name / "config.json").read_text()) for name in ("plain", "speculators")}
     assert configs["plain"]["target_model"] == TARGET
     assert configs["speculators"]["speculators_config"]["verifier"] == TARGET
     assert "target_model" not in configs["speculators"]

@@ -58,8 +58,6 @@ def specforge(config: dict[str, Any], depth: int, *taps: int, **how: Any) -> Cas
 
 SPECFORGE = {
     "llama3-8b": specforge(LLAMA, 32),
-    "llama3-70b": specforge(LLAMA, 80),
-    "llama4-scout": specforge(LLAMA, 48),
     "deepseek-v2-lite": specforge(
         OF_QWEN | {"rope_theta": 10000, "rope_scaling": {
             "beta_fast": 32.0, "beta_slow": 1.0, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707,
@@ -73,8 +71,6 @@ SPECFORGE = {
         OF_QWEN | {"sliding_window": 5, "head_dim": WIDE_HEADS, "target_model_type": "gemma3_text"}, 26
     ),
     "gpt-oss-20b": specforge(LLAMA | {"head_dim": WIDE_HEADS} | ids(1, 11, 21), 24, 2, 12, 22),
-    "gpt-oss-120b": specforge(LLAMA | {"head_dim": WIDE_HEADS} | ids(1, 17, 33), 36, 2, 18, 34),
-    "ling-flash": specforge(LLAMA, 32),
     "longcat": specforge(OF_QWEN | {"rope_theta": 1e7, "rms_norm_eps": 1e-5, "draft_vocab_size": 120}, 28, whole=True),
     "phi4": specforge({"model_type": "phi3", "rope_theta": 250000.0}, 40),
     "qwen2.5-0.5b": specforge(OF_QWEN | {"sliding_window": 131072}, 24),
@@ -87,10 +83,7 @@ SPECFORGE = {
     "qwen3-30b, 3.1": specforge(
         OF_QWEN | {"fc_norm": True, "norm_output": True}, 48, aux_norm="per_slot", means={"norm_output": True}
     ),
-    "qwen3-235b": specforge(OF_QWEN | ids(1, 46, 90, use_aux_hidden_state=True), 94, 2, 47, 91),
-    "qwen3-coder-480b": specforge(OF_QWEN, 62),
     "qwen3-next-80b": specforge({"decoder_sparse_step": 1, "rope_theta": 10000000, "head_dim": WIDE_HEADS}, 48),
-    "qwen3.5-35b": specforge({"decoder_sparse_step": 1, "rope_theta": 10000000, "head_dim": WIDE_HEADS}, 40),
     "qwq-32b": specforge({"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False}, 64),
 }  # fmt: skip
 
@@ -128,8 +121,6 @@ TORCHSPEC = {
         MLA | VLLM_LATENT_CLASS | MARK | {"model_type": "kimi_k2"}, OF_LATENT, depth=61, whole=True, latent=True
     ),
     "minimax-m2.5": Case(OF_QWEN | WHOLE | MARK, depth=62, whole=True, prefix="layers.0."),
-    "qwen3-8b": Case(OF_QWEN | WHOLE | MARK, depth=36, whole=True),
-    "qwen3-8b, latent": Case(MLA | DEEPSEEK_CLASS | MARK, OF_LATENT, depth=36, whole=True, latent=True),
     "qwen3-8b, latent, without its mark": Case(MLA | DEEPSEEK_CLASS, OF_LATENT, depth=36, whole=True, latent=True),
 }
 

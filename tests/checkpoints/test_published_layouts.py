@@ -97,41 +97,16 @@ def test_new_and_legacy_rope_mean_the_same(tmp_path):
 
 NEMOTRON = ["linear_attention", "moe", "linear_attention", "moe", "linear_attention", "full_attention", "moe"]
 HYBRID_DRAFTERS = {
-    # Qwen3.6-27B, EAGLE 3.1 by SpecForge, and Qwen3.5-9B and 397B-A17B, which name no layers
-    "specdrift": (SPECFORGE | {"fc_norm": True, "norm_output": True}, "layers.0", 64, [2, 32, 61]),
-    "sharegpt": (SPECFORGE, "midlayer", 32, [2, 16, 29]),
     # Qwen3.5-MoE, by speculators, whose ids are those of the states that enter layers
     "a1-agents": (speculators_config(eagle_aux_hidden_state_layer_ids=[3, 19, 39]), "layers.0", 40, [3, 19, 39]),
-    # Qwen3-Coder-Next, whose taps are the outputs of layers that attend
-    "coder-next": (
-        SPECFORGE | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 23, 47]}},
-        "midlayer",
-        48,
-        [3, 23, 47],
-    ),
     # Nemotron-Cascade-2-30B-A3B, whose drafter sees a window
     "cascade": (
-        PLAIN
-        | {
-            "eagle_aux_hidden_state_layer_ids": [2, 26, 48],
-            "sliding_window": 4096,
-            "layer_types": ["sliding_attention"],
-        },
+        PLAIN | {IDS: [2, 26, 48], "sliding_window": 4096, "layer_types": ["sliding_attention"]},
         "midlayer",
         52,
         [2, 26, 48],
     ),
 }
-
-
-@pytest.mark.parametrize("name", HYBRID_DRAFTERS)
-def test_drafters_for_hybrids(tmp_path, name):
-    config, first_layer, blocks, layers = HYBRID_DRAFTERS[name]
-    norms = {f"fc_norm__{slot}__weight": (8,) for slot in range(3)} if config.get("fc_norm") else {}
-    checkpoint = read_checkpoint(save(tmp_path, config, layout(first_layer, **norms)))
-    assert checkpoint.config.resolve_aux_layers(blocks) == tuple(layers)
-    assert checkpoint.config.is_eagle31 == (name == "specdrift")
-    assert checkpoint.config.sliding_window == (4096 if name == "cascade" else None)
 
 
 @pytest.mark.parametrize(

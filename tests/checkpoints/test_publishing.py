@@ -142,7 +142,7 @@ def test_what_a_card_says_of_transformers_runs_as_it_stands(folder, capsys):
     (folder / "training_report.json").write_text(json.dumps(report))
     (code,) = re.findall(r"```python\n(.*?)```", fill_card(folder, str(folder)), flags=re.DOTALL)
     exec(code.replace("max_new_tokens=256", "max_new_tokens=8"), {})
-    assert "acceptance length" in capsys.readouterr().out
+    assert "tokens a pass" in capsys.readouterr().out
 
 
 def test_sglang_is_not_advertised_for_a_layout_that_it_does_not_read(folder):
@@ -208,16 +208,6 @@ def test_the_command_shows_and_uploads_only_when_told(hub, folder, tmp_path):
     done = CliRunner().invoke(app, ["push", str(folder), "owner/drafter", "--upload"])
     assert "uploaded: " in done.stdout, done.output
     assert_published(hub, folder)
-
-
-def test_the_command_tells_missing_evidence_in_one_line(folder):
-    (folder / "training_report.json").write_text(json.dumps(RECORD | {"license": None}))
-    (folder / "README.md").unlink()
-    result = CliRunner().invoke(app, ["push", str(folder), "owner/drafter"])
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error: the card lacks license")
-    named = CliRunner().invoke(app, ["push", str(folder), "owner/drafter", "--license", "mit"])
-    assert named.exit_code == 0, named.output
 
 
 @pytest.mark.slow

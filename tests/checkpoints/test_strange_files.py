@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from tiny_checkpoints import (
     LONGEST_MESSAGE,
     PLAIN,
+    PLAIN_LATENT,
     SPECFORGE,
     assert_refused,
+    latent_layout,
     layout,
     save,
     speculators_config,
@@ -177,19 +179,8 @@ ROPES = st.fixed_dictionaries(
                     "high_freq_factor", "partial_rotary_factor", "truncate")
     },
 )  # fmt: skip
-LATENT = {"kv_lora_rank": 3, "q_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 4, "v_head_dim": 5}
-LATENT_SHAPES = {"q_a_proj": (4, 16), "q_a_layernorm": (4,), "q_b_proj": (12, 4), "kv_a_proj_with_mqa": (7, 16),
-                 "kv_a_layernorm": (3,), "kv_b_proj": (14, 3), "o_proj": (8, 10)}  # fmt: skip
-
-
-def latent_layout() -> dict[str, torch.Tensor]:
-    """The tiny drafter with latent attention."""
-    kept = {name: tensor for name, tensor in layout("midlayer").items() if "self_attn" not in name}
-    return kept | {f"midlayer.self_attn.{name}.weight": torch.ones(shape) for name, shape in LATENT_SHAPES.items()}
-
-
 BASES = {
-    "mla": (PLAIN | LATENT | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, latent_layout()),
+    "mla": (PLAIN_LATENT, latent_layout()),
     "plain": (PLAIN, layout("midlayer")),
     "specforge": (SPECFORGE | {"eagle_config": {IDS: [1, 5, 9]}}, layout("layers.0")),
     "speculators": (speculators_config(norm_before_residual=False), layout("layers.0")),

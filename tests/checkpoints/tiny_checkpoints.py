@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eagle31_hf.checkpoints import WRITTEN_FORMATS, Checkpoint, expected_shapes, inspect_checkpoint, read_checkpoint
+from eagle31_hf.checkpoints import Checkpoint, expected_shapes, inspect_checkpoint, read_checkpoint
 from eagle31_hf.config import Eagle31Config
 from eagle31_hf.errors import CheckpointFormatError
 
@@ -96,6 +96,20 @@ def speculators_config(model_type: str = "llama", **top) -> dict:
     }
 
 
+LATENT = {"kv_lora_rank": 3, "q_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 4, "v_head_dim": 5}
+LATENT_SHAPES = {"q_a_proj": (4, 16), "q_a_layernorm": (4,), "q_b_proj": (12, 4), "kv_a_proj_with_mqa": (7, 16),
+                 "kv_a_layernorm": (3,), "kv_b_proj": (14, 3), "o_proj": (8, 10)}  # fmt: skip
+
+
+PLAIN_LATENT = PLAIN | LATENT | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}
+
+
+def latent_layout() -> dict[str, torch.Tensor]:
+    """The tiny drafter with latent attention."""
+    kept = {name: tensor for name, tensor in layout("midlayer").items() if "self_attn" not in name}
+    return kept | {f"midlayer.self_attn.{name}.weight": torch.ones(shape) for name, shape in LATENT_SHAPES.items()}
+
+
 BASE = {**LLAMA, "draft_vocab_size": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 VARIANTS = {
     "eagle3": {},
@@ -114,6 +128,7 @@ VARIANTS = {
     "layers_from_one": {"aux_layers": [1, 18, 36]},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "fc_bias": {"fc_bias": True},
+    "latent": LATENT,
     "four_aux_states": {"num_aux_hidden_states": 4, "aux_layers": [2, 9, 18, 33]},
     "yarn": {
         "rope_parameters": {
@@ -124,10 +139,10 @@ VARIANTS = {
         }
     },
 }
-GROUPED_FORMATS = [name for name in WRITTEN_FORMATS if name != "mla"]  # another network: test_latent.py
 REFUSES = {
-    "plain": {"qk_norm"},
-    "speculators": {"wider_target", "shared_head", "shared_head_rows", "fc_bias"},
+    "mla": {*VARIANTS} - {"latent"},
+    "plain": {"latent", "qk_norm"},
+    "speculators": {"latent", "wider_target", "shared_head", "shared_head_rows", "fc_bias"},
 }
 
 
