@@ -19,9 +19,8 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter import assistant
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.graphs.captured import CapturesSteps
-from eagle31_hf.loop.decoder import SpeculativeDecoder
+from eagle31_hf.loop.decoder import DecodingRequest, SpeculativeDecoder
 from eagle31_hf.loop.pair import current_graphs
-from eagle31_hf.loop.request import DecodingRequest
 from eagle31_hf.loop.text import Sequences, StopRules
 from eagle31_hf.sampling.logits_processing import ScoreProcessing
 from eagle31_hf.targets import kernel_tape

@@ -10,9 +10,8 @@ import torch
 from ..cache.stock import held_length
 from ..errors import UnsupportedGenerationError
 from ..loop.carried_cache import CacheResume, CarriedCache
-from ..loop.decoder import SpeculativeDecoder
+from ..loop.decoder import DecodingRequest, SpeculativeDecoder
 from ..loop.drafting import Drafting, draft_shape, drafting
-from ..loop.request import DecodingRequest
 from ..loop.survive import RecoveringDecoder
 from ..loop.text import Sequences
 from ..sampling.callers_code import CallersCode, NotFollowedError
@@ -104,7 +103,7 @@ def _request(
         keep_scores=bool(config.return_dict_in_generate and config.output_scores),
         keep_logits=bool(config.return_dict_in_generate and config.output_logits),
         start=start,
-        end=None if carried is None else carried.end,
+        carried=carried,
         stats=stats,
         code=code,
     )

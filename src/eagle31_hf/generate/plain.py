@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.utils import GenerationMixin
 
 from ..loop.carried_cache import forget_other_text
-from ..loop.request import DecodingRequest
+from ..loop.decoder import DecodingRequest
 from ..sampling.callers_code import Processed, set_states
 from ..stats import SpeculationStats
 from .call import Call, with_stats

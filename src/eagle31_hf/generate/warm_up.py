@@ -17,11 +17,10 @@ from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
 from ..graphs.captured import CAPTURES
 from ..graphs.steps import GraphKey
-from ..loop.decoder import SpeculativeDecoder
+from ..loop.decoder import DecodingRequest, SpeculativeDecoder
 from ..loop.drafting import draft_shape
 from ..loop.kept_graphs import compiling_ahead, refusal, why_unsuited
 from ..loop.pair import Pair, current_graphs, last_graphs
-from ..loop.request import DecodingRequest
 from ..loop.text import Sequences, StopRules
 from ..sampling.logits_processing import ScoreProcessing, processing_of
 from .call import Call

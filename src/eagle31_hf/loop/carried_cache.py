@@ -156,7 +156,7 @@ class CarriedCache:
         self.target_fingerprint = fingerprint(binding.model)
         self.drafter_fingerprint = fingerprint(drafter)
         self.start = CacheResume()
-        self.end = CacheExport()
+        self.snapshot: StateSnapshot | None = None  # the states shortly before this turn's answer
         self._older: StateSnapshot | None = None  # of the turn before, while it holds
 
     def open(self, prompts: Tensor, total_length: int) -> CacheResume:
@@ -266,16 +266,9 @@ class CarriedCache:
             drafter_cache=state_of_drafter,
             target_fingerprint=self.target_fingerprint,
             drafter_fingerprint=self.drafter_fingerprint,
-            snapshot=self.end.snapshot or self._older,
+            snapshot=self.snapshot or self._older,
         )
         return self.cache
-
-
-@dataclass
-class CacheExport:
-    """What is kept for the next turn while a text is written: the states shortly before its answer."""
-
-    snapshot: StateSnapshot | None = None
 
 
 def _cache_of_drafter(drafter: SpeculativeCache | None) -> DynamicCache:
@@ -292,25 +285,14 @@ def _cache_of_drafter(drafter: SpeculativeCache | None) -> DynamicCache:
 
 
 def _first_tokens(cache: DynamicCache, length: int, snapshot: StateSnapshot | None = None) -> DynamicCache:
-    """The first tokens of a stock cache as one of its own; nothing is copied but what `snapshot` has of them."""
+    """The first tokens of a stock cache as one of its own; nothing is copied.
+
+    Args:
+        snapshot: of a target that keeps states, those after so many tokens.
+    """
     if held_length(cache) == length:
         return cache
-    if snapshot is not None:
-        return _at_snapshot(cache, snapshot)
     first = copy.copy(cache)
-    first.layers = [copy.copy(layer) for layer in cache.layers]
-    layers: list[Any] = first.layers
-    for layer in layers:
-        if layer.is_initialized:
-            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = length
-    return first
-
-
-def _at_snapshot(cache: DynamicCache, snapshot: StateSnapshot) -> DynamicCache:
-    """What it was when these states were taken."""
-    first, length = copy.copy(cache), snapshot.length
     first.layers = [copy.copy(layer) for layer in cache.layers]
     layers: list[Any] = first.layers
     for index, layer in enumerate(layers):
@@ -318,8 +300,9 @@ def _at_snapshot(cache: DynamicCache, snapshot: StateSnapshot) -> DynamicCache:
             layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = length
-        for kind in {kind for kind, _ in snapshot.states.get(index, ())}:
-            states = {number: state for (of, number), state in snapshot.states[index].items() if of == kind}
+        kept = {} if snapshot is None else snapshot.states.get(index, {})
+        for kind in {kind for kind, _ in kept}:
+            states = {number: state for (of, number), state in kept.items() if of == kind}
             setattr(layer, kind, getattr(layer, kind) | states)
     return first
 

@@ -9,9 +9,9 @@ size: then they stand still in it until few are left.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 
@@ -19,21 +19,110 @@ import torch
 from torch import Tensor
 
 from ..drafter.assistant import Assistant
+from ..drafting.costs import RoundCosts
 from ..drafting.draft_tree import DraftTree
-from ..drafting.plan import DraftPlan, RoundState, RoundStats
+from ..drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
+from ..drafting.planner import Planner
+from ..drafting.shape import DraftShape
 from ..graphs.graphs import Graphs
-from ..sampling.draw import NOT_PLAIN, choose
-from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
+from ..sampling.callers_code import CallersCode
+from ..sampling.draw import NOT_PLAIN, PositionNoise, choose
+from ..sampling.logits_processing import ScoreProcessing
+from ..sampling.seen_tokens import SeenTokens
+from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock, SpeculationStats
 from ..targets.binding import TargetBinding
+from ..targets.prompt_forward import PromptForward
 from .accept import Accepted, sync_accepted
-from .carried_cache import BEFORE_THE_ANSWER
-from .choosing import RoundBatch
+from .carried_cache import BEFORE_THE_ANSWER, CacheResume, CarriedCache
+from .choosing import ChoiceRule, RoundBatch
 from .pair_caches import PairCaches
 from .prefill import ChunkedPrefill, PrefillState
-from .request import DecodingRequest
 from .round import Round, Written
+from .text import Sequences
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DecodingRequest:
+    """Everything one generation needs beside the models.
+
+    Attributes:
+        sequences: prompts and stopping rules.
+        prompts: the same as the model's own first forward reads them; `None` where they are tokens and nothing else.
+        processing: logits processors.
+        shape: the largest draft of a round; caches are made for it.
+        policy: decides what to draft in each round; `None`: as much as there is room for.
+        do_sample: sample from the target's distribution instead of taking its arg-max.
+        prefill_chunk: prompt columns per target forward; `None` for all at once.
+        on_tokens: called with `(row, tokens)` as they are written (streaming).
+        keep_scores, keep_logits: collect processed / raw scores of every written token.
+        start: what the caches hold already.
+        carried: the cache that the next turn goes on with; `None`: there is none.
+        graphs: that compute rounds; `None`: eager code does.
+        code: asks processors and criteria of the caller's; `None`: there are none.
+        noise: what tokens are sampled by, from the first one on; `None`: the text is greedy.
+        seen: which tokens the texts have, if that is all that processors ask beside scores; `None`: they do not.
+    """
+
+    sequences: Sequences
+    processing: ScoreProcessing
+    shape: DraftShape
+    policy: DraftPolicy | None = None
+    prompts: PromptForward | None = None
+    do_sample: bool = False
+    prefill_chunk: int | None = None
+    on_tokens: Callable[[int, list[int]], None] | None = None
+    keep_scores: bool = False
+    keep_logits: bool = False
+    start: CacheResume = field(default_factory=CacheResume)
+    carried: CarriedCache | None = None
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    graphs: Graphs | None = None
+    code: CallersCode | None = None
+    noise: PositionNoise | None = None
+    seen: SeenTokens | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy is None:
+            costs = RoundCosts(0.0, self.shape.depth)
+            self.policy = Planner(self.shape, lambda _rows: costs, schedule="constant")
+
+    def begin(self, vocabulary: int) -> None:
+        """Before the first token, for scores of so many: follow torch's generator if the text is sampled, and the
+        text if processors ask which tokens it has."""
+        processing = self.processing
+        if self.seen is None and processing.warps_drafts and processing.draft_warping.needs_seen:
+            ignored = processing.uncounted_tokens(self.sequences.batch_size)
+            self.seen = SeenTokens(self.sequences.prompts, vocabulary, ignored)
+        if self.do_sample and self.noise is None:
+            device = self.sequences.prompts.device
+            self.noise = PositionNoise(self.sequences.batch_size, vocabulary, device)
+        if self.code is not None:
+            self.code.noise = self.noise
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.keep_scores or self.keep_logits
+
+    def choice_rules(self, batch: RoundBatch) -> list[ChoiceRule]:
+        """One for all rows."""
+
+        def ends(place: int, nodes: int, token: int) -> bool:
+            return self.sequences.ends_with(batch.rows[place], token, after=nodes - 1)
+
+        # Processors asked in order are done when the text is: a grammar has nothing to say about what comes behind.
+        until = ends if self.processing.in_order else None
+        places = range(len(batch.rows))
+        return [ChoiceRule(places, self.processing, self.do_sample, batch.rows, self.code, until)]
+
+    def noise_for(self, batch: RoundBatch, count: int) -> Tensor | None:
+        """Noise `(B, count, V)` of each row's next tokens; `None` for a greedy text."""
+        return None if self.noise is None else self.noise.window(batch.rows, batch.written, count)
+
+    def seen_before(self, batch: RoundBatch) -> Tensor | None:
+        """Which tokens each row has, `(B, V)`; `None` where nobody asks."""
+        return None if self.seen is None else self.seen.of(batch.rows, self.sequences.new)
 
 
 class Stage(Enum):
@@ -173,13 +262,13 @@ class SpeculativeDecoder:
 
     def _snapshot_column(self, texts: Sequence[Sequence[int]]) -> int:
         """Where states are kept for a next turn that rewrites this one's answer; -1: nowhere."""
-        end = self.request.end
-        is_first = end is not None and end.snapshot is None and not any(self.sequences.new)
+        carried = self.request.carried
+        is_first = carried is not None and carried.snapshot is None and not any(self.sequences.new)
         return max(len(texts[0]) - BEFORE_THE_ANSWER, 0) if is_first and self.caches.target.has_states else -1
 
     def _take_snapshot(self) -> None:
-        assert self.request.end is not None, "somebody wants the cache"
-        self.request.end.snapshot = self.caches.target.held_states()
+        assert self.request.carried is not None, "see _snapshot_column"
+        self.request.carried.snapshot = self.caches.target.held_states()
 
     def _read_prompts_apart(
         self, prefill: ChunkedPrefill, texts: Sequence[Sequence[int]], written: Sequence[int]
@@ -314,7 +403,7 @@ class SpeculativeDecoder:
     @property
     def _goes_on(self) -> bool:
         """Whether somebody needs caches that are up to date with the text."""
-        return bool(self.unfinished_rows()) or self.request.end is not None
+        return bool(self.unfinished_rows()) or self.request.carried is not None
 
     def _after_round(self) -> None:
         """Let rows go that have ended."""

@@ -238,7 +238,7 @@ class RecoveringDecoder:
         """Fresh caches for the rows whose caches are still needed, holding what the turn began with."""
         decoder, start = self.decoder, self.request.start
         live = set(self.sequences.live_rows())
-        needed = [row for row in decoder.rows if row in live or self.request.end is not None]
+        needed = [row for row in decoder.rows if row in live or self.request.carried is not None]
         with_drafter = decoder.caches.drafter is not None
         decoder.chunk = max(decoder.chunk, min(SMALLEST_CHUNK, self.request.prefill_chunk or SMALLEST_CHUNK))
         decoder.renew_caches(max(len(needed), 1), with_drafter=with_drafter)
