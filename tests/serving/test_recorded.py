@@ -16,6 +16,7 @@ import httpx2
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from record_clients import record
 from transformers import AutoTokenizer
 
 from eagle31_hf.demo import target_path
@@ -43,6 +44,15 @@ def test_the_clients_are_there():
               "opencode-ai", "pydantic-ai-slim", "smolagents"}  # fmt: skip
     assert set(RECORDED) == wanted
     assert all(recorded["version"] for recorded in RECORDED.values())
+
+
+def test_they_are_recorded_by_the_study(tmp_path):
+    """With the client that is installed here."""
+    record("openai", tmp_path)
+    made = json.loads((tmp_path / "openai.json").read_text())
+    assert [each.get("body") for each in made["requests"]] == [
+        each.get("body") for each in RECORDED["openai"]["requests"]
+    ]
 
 
 @pytest.mark.parametrize("client", sorted(RECORDED))
