@@ -430,7 +430,8 @@ def record(package: str, out: Path) -> None:
     for step, told in CLIENTS[package](f"http://127.0.0.1:{server.server_port}/v1", "demo"):
         print(f"{package}: {step}: {told}")
     server.shutdown()
-    lines = [json.dumps(each, ensure_ascii=False, separators=(",", ":")) for each in StandIn.requests]
+    once = {json.dumps(each.get("body"), sort_keys=True): each for each in StandIn.requests}.values()
+    lines = [json.dumps(each, ensure_ascii=False, separators=(",", ":")) for each in once]
     lines = [re.sub(rf"{tempfile.gettempdir()}/{HOME}\w+", "/home/me", line) for line in lines]
     head = json.dumps({"client": package, "version": version_of(package)})[:-1]
     (out / f"{package}.json").write_text(head + ', "requests": [\n' + ",\n".join(lines) + "\n]}\n")

@@ -57,13 +57,13 @@ def test_they_are_recorded_by_the_study(tmp_path):
 
 @pytest.mark.parametrize("client", sorted(RECORDED))
 def test_what_a_client_asks_is_answered(url, client):
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(partial(ask_and_check, url), RECORDED[client]["requests"]))
+    with httpx2.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(4) as pool:
+        list(pool.map(partial(ask_and_check, http), RECORDED[client]["requests"]))
 
 
-def ask_and_check(url: str, request: dict[str, Any]) -> None:
-    body, headers = request.get("body"), request["headers"]
-    told = httpx2.request(request["method"], url + request["path"], headers=headers, json=body, timeout=60)
+def ask_and_check(http: httpx2.Client, request: dict[str, Any]) -> None:
+    body = request.get("body")
+    told = http.request(request["method"], request["path"], headers=request["headers"], json=body)
     assert told.status_code == 200, (body, told.text)
     if body is None:
         assert [model["id"] for model in told.json()["data"]] == [MODEL]
