@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import httpx2
 import openai
 import pytest
 import torch
@@ -19,6 +20,9 @@ from eagle31_hf.texts.chats import encode_chat
 
 MODEL = "demo"
 SIZES = EngineSettings(max_rows=4, context=512, max_waiting=32, prefill_chunk=32)
+HTTP = httpx2.Client(timeout=60)
+"""For requests by hand: making a client takes longer than most answers."""
+
 QUESTION = "What is the weather going to be like in Portland this weekend?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 

@@ -28,6 +28,6 @@ def served(pair: LoadedPair) -> Iterator[Served]:
         yield made
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def client(served: Served) -> openai.OpenAI:
     return served.client()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 
-import httpx2
 import pytest
 
-from loopback import MESSAGES, MODEL
+from loopback import HTTP, MESSAGES, MODEL
 
 USAGE = {
     "prompt_tokens": int,
@@ -46,7 +45,7 @@ def shape(told, name=""):
 
 
 def ask(served, path, **body):
-    told = httpx2.post(f"{served.url}/v1/{path}", json={"model": MODEL, "temperature": 0, **body}, timeout=60)
+    told = HTTP.post(f"{served.url}/v1/{path}", json={"model": MODEL, "temperature": 0, **body}, timeout=60)
     assert told.status_code == 200, told.text
     return told
 
@@ -115,7 +114,7 @@ def test_timings_count_what_usage_counts(served):
 
 
 def test_the_model_says_what_writes_and_how_much(served):
-    (model,) = httpx2.get(f"{served.url}/v1/models").json()["data"]
+    (model,) = HTTP.get(f"{served.url}/v1/models").json()["data"]
     assert model["target"]
     assert model["drafter"]
     assert model["max_model_len"] > 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import httpx2
 import pytest
 
-from loopback import MODEL, chat, error_of, serving
+from loopback import HTTP, MODEL, chat, error_of, serving
 
 TOO_LONG = "this model's maximum context length is 512 tokens"
 
@@ -64,14 +63,14 @@ def test_bad_input_is_told_what_is_wrong_and_the_server_goes_on(client, pair, se
     ],
 )
 def test_bodies_that_are_no_request_get_an_error_in_openais_shape(served, body, kind, status, code):
-    told = httpx2.post(f"{served.url}/v1/chat/completions", content=body, headers={"content-type": kind}, timeout=30)
+    told = HTTP.post(f"{served.url}/v1/chat/completions", content=body, headers={"content-type": kind}, timeout=30)
     assert told.status_code == status
     assert set(told.json()["error"]) == {"message", "type", "param", "code"}
     assert told.json()["error"]["code"] == code
 
 
 def test_unknown_paths_and_methods_get_the_same_shape(served):
-    for told in (httpx2.get(f"{served.url}/v1/nothing"), httpx2.get(f"{served.url}/v1/chat/completions")):
+    for told in (HTTP.get(f"{served.url}/v1/nothing"), HTTP.get(f"{served.url}/v1/chat/completions")):
         assert told.status_code in (404, 405)
         assert told.json()["error"]["message"]
 
@@ -80,11 +79,11 @@ def test_a_key_is_asked_for(pair):
     with serving(pair, api_key="sesame") as locked:
         assert locked.client("sesame").models.list().data[0].id == MODEL
         for key in ("wrong", "sesam"):
-            told = httpx2.get(f"{locked.url}/v1/models", headers={"authorization": f"Bearer {key}"})
+            told = HTTP.get(f"{locked.url}/v1/models", headers={"authorization": f"Bearer {key}"})
             assert told.status_code == 401
             assert told.json()["error"]["code"] == "invalid_api_key"
-        assert httpx2.get(f"{locked.url}/v1/models").status_code == 401
-        assert httpx2.get(f"{locked.url}/health").json()["status"] == "ok"
+        assert HTTP.get(f"{locked.url}/v1/models").status_code == 401
+        assert HTTP.get(f"{locked.url}/health").json()["status"] == "ok"
 
 
 def test_browsers_let_the_pages_ask_that_were_named_and_no_others(pair):
@@ -92,15 +91,15 @@ def test_browsers_let_the_pages_ask_that_were_named_and_no_others(pair):
     asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     with serving(pair, allow_origins=(named,), api_key="sesame") as made:
         path = f"{made.url}/v1/chat/completions"
-        told = httpx2.options(path, headers={"origin": named, **asking})
+        told = HTTP.options(path, headers={"origin": named, **asking})
         assert (told.status_code, told.headers["access-control-allow-origin"]) == (200, named)
-        refused = httpx2.post(path, json={}, headers={"origin": named})
+        refused = HTTP.post(path, json={}, headers={"origin": named})
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, named), "errors are told"
-        assert "access-control-allow-origin" not in httpx2.options(path, headers={"origin": other, **asking}).headers
+        assert "access-control-allow-origin" not in HTTP.options(path, headers={"origin": other, **asking}).headers
 
 
 def test_without_a_name_no_page_may_ask(served):
-    told = httpx2.get(f"{served.url}/v1/models", headers={"origin": "http://localhost:3000"})
+    told = HTTP.get(f"{served.url}/v1/models", headers={"origin": "http://localhost:3000"})
     assert "access-control-allow-origin" not in told.headers
 
 
@@ -115,4 +114,4 @@ def test_without_a_name_no_page_may_ask(served):
     ],
 )
 def test_what_a_first_request_by_hand_forgets_is_named(served, path, body, says):
-    assert says in httpx2.post(served.url + path, json=body).json()["error"]["message"]
+    assert says in HTTP.post(served.url + path, json=body).json()["error"]["message"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import httpx2
 import openai
 import pytest
 
@@ -12,7 +11,7 @@ from eagle31_hf.serving.api import Translator
 from eagle31_hf.serving.api_errors import ApiError
 from eagle31_hf.serving.bodies import REFUSED, ChatBody, CompletionBody, parse_chat, parse_completion, parse_json
 from eagle31_hf.serving.forms import form_of
-from loopback import MESSAGES, MODEL, QUESTION, TOOL_TEMPLATE, chat, error_of
+from loopback import HTTP, MESSAGES, MODEL, QUESTION, TOOL_TEMPLATE, chat, error_of
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 READ = {
@@ -84,7 +83,7 @@ WRONG = {
 def test_a_wrong_type_is_named(served, name):
     assert set(WRONG) == set(ChatBody.model_fields)
     body = {"model": MODEL, "messages": MESSAGES, **HABITS, name: WRONG[name]}
-    told = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+    told = HTTP.post(f"{served.url}/v1/chat/completions", json=body)
     assert told.status_code == 400, told.text
     assert told.json()["error"]["param"].startswith(name)
     assert name in told.json()["error"]["message"]
@@ -97,7 +96,7 @@ OF_COMPLETIONS = {"prompt": {"text": "x"}, "logprobs": "two", "echo": "yes", "ad
 def test_a_wrong_type_of_a_completion_is_named(served, name):
     assert set(CompletionBody.model_fields) - set(ChatBody.model_fields) <= set(OF_COMPLETIONS)
     body = {"model": MODEL, "prompt": "A shop", **HABITS, name: OF_COMPLETIONS[name]}
-    told = httpx2.post(f"{served.url}/v1/completions", json=body)
+    told = HTTP.post(f"{served.url}/v1/completions", json=body)
     assert (told.status_code, told.json()["error"]["param"].split(".")[0]) == (400, name), told.text
 
 
@@ -130,9 +129,9 @@ def test_what_clients_send_by_habit_is_answered_and_named(served, pair, caplog):
     assert len(HABITS) >= 60
     for _ in range(2):
         with caplog.at_level("INFO", "eagle31_hf.requests"):
-            told = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+            told = HTTP.post(f"{served.url}/v1/chat/completions", json=body)
         assert told.json()["choices"][0]["message"]["content"] == pair.answer(QUESTION)
-    one = httpx2.post(f"{served.url}/v1/chat/completions", json={**body, **dict.fromkeys(HABITS), "store": True})
+    one = HTTP.post(f"{served.url}/v1/chat/completions", json={**body, **dict.fromkeys(HABITS), "store": True})
     assert one.headers["x-ignored-fields"] == "store"
     assert caplog.text.count("store") == 1, "each is named once"
     assert "reasoning_effort" in told.headers["x-ignored-fields"] + caplog.text
@@ -141,20 +140,20 @@ def test_what_clients_send_by_habit_is_answered_and_named(served, pair, caplog):
 def test_every_ignored_field_is_in_the_header(served):
     for name, value in HABITS.items():
         body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "stream": name == "user", name: value}
-        told = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+        told = HTTP.post(f"{served.url}/v1/chat/completions", json=body)
         assert told.status_code == 200, told.text
         assert told.headers["x-ignored-fields"] == name.replace("ключ", "????")
 
 
 def test_what_asks_for_nothing_is_let_through(served):
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, **IDLE, "suffix": "", "tools": None}
-    assert httpx2.post(f"{served.url}/v1/chat/completions", json=body).status_code == 200
+    assert HTTP.post(f"{served.url}/v1/chat/completions", json=body).status_code == 200
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "guided_json", "guided_structural_tag"])
 def test_what_would_change_the_text_is_refused_by_name(served, name):
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, name: "asks for something"}
-    told = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+    told = HTTP.post(f"{served.url}/v1/chat/completions", json=body)
     assert told.status_code == 400
     assert told.json()["error"]["param"] == name
 
@@ -241,7 +240,7 @@ def test_a_clients_template_options_are_variables(texts_of, options):
 def test_variables_that_the_template_does_not_read_are_named(served):
     kwargs = {"enable_thinkin": False}
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": kwargs}
-    told = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+    told = HTTP.post(f"{served.url}/v1/chat/completions", json=body)
     assert told.headers["x-ignored-fields"] == "chat_template_kwargs.enable_thinkin"
 
 

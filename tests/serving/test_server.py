@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx2
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.texts.chats import encode_chat
-from loopback import MESSAGES, MODEL, QUESTION, chat
+from loopback import HTTP, MESSAGES, MODEL, QUESTION, chat
 
 # --- the same text ----------------------------------------------------------------------------------------------------
 
@@ -129,7 +128,7 @@ def test_the_next_turn_is_not_read_again(client, pair):
 
 def test_metrics_are_prometheus_and_count(served, client):
     def figures():
-        text = httpx2.get(f"{served.url}/metrics").text
+        text = HTTP.get(f"{served.url}/metrics").text
         return {
             (sample.name, *sample.labels.values()): sample.value
             for family in text_string_to_metric_families(text)
@@ -153,4 +152,4 @@ def test_models_and_health(served, client):
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
-    assert httpx2.get(f"{served.url}/health").json()["model"] == MODEL
+    assert HTTP.get(f"{served.url}/health").json()["model"] == MODEL
