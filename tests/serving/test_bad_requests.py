@@ -106,8 +106,6 @@ def test_without_a_name_no_page_may_ask(served):
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [
-        ("/v1/chat/completion", {}, "did you mean /v1/chat/completions?"),
-        ("/chat/completions", {}, "did you mean /v1/chat/completions?"),
         ("/v1/nothing", {}, "Not Found"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "model is missing; GET /v1/models"),
         ("/v1/chat/completions", {"model": MODEL}, "messages is missing"),

@@ -279,15 +279,29 @@ def _timed(name: str, tokens: int, seconds: float) -> Fields:
     }
 
 
-class _Writer:
-    """What all pieces of one answer share."""
+class AnswerWriter:
+    """Pieces of one answer, and the whole; its id and model are the same in all of them.
 
-    def __init__(self, model: str, prefix: str, kind: str, kind_of_pieces: str):
+    Args:
+        kind, kind_of_pieces: what OpenAI calls such objects.
+        more: what stands in each piece of a text.
+    """
+
+    def __init__(self, model: str, prefix: str, kind: str, kind_of_pieces: str, choices: Sequence[Any], **more: Any):
         self._shared = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._kind, self._kind_of_pieces = kind, kind_of_pieces
+        self._kind, self._kind_of_pieces, self._more = kind, kind_of_pieces, more
+        self._choices = choices
 
     def _piece(self, choices: list[Fields], **more: Any) -> Fields:
         return {**self._shared, "object": self._kind_of_pieces, "choices": choices} | more
+
+    def opening(self) -> list[Fields]:
+        """Pieces before the first event."""
+        return [self._piece([piece]) for choice in self._choices for piece in choice.opening()]
+
+    def pieces(self, index: int, event: Event) -> list[Fields]:
+        """What one event of text `index` adds to a stream."""
+        return [self._piece([piece], **self._more) for piece in self._choices[index].pieces(event)]
 
     def usage(self, usages: Sequence[Usage]) -> Fields:
         """The last piece of a stream that counts tokens."""
@@ -295,39 +309,27 @@ class _Writer:
 
     def whole(self, usages: Sequence[Usage]) -> Fields:
         """The answer in one piece."""
-        return self._piece(self._whole_choices(), object=self._kind, usage=_usage(usages))
+        choices = [choice.whole() for choice in self._choices]
+        return self._piece(choices, object=self._kind, usage=_usage(usages))
 
-    def _whole_choices(self) -> list[Fields]:
-        raise NotImplementedError
+
+def chat_writer(
+    model: str, tokenizer: PreTrainedTokenizerBase, form: AnswerForm, body: ChatBody, texts: Sequence[Request]
+) -> AnswerWriter:
+    """Of `/v1/chat/completions`."""
+    choices = [_ChatChoice(index, tokenizer, form, body, text) for index, text in enumerate(texts)]
+    return AnswerWriter(model, "chatcmpl", "chat.completion", "chat.completion.chunk", choices)
+
+
+def completion_writer(
+    model: str, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, texts: Sequence[Request]
+) -> AnswerWriter:
+    """Of `/v1/completions`."""
+    choices = [_CompletionChoice(index, tokenizer, body, text) for index, text in enumerate(texts)]
+    return AnswerWriter(model, "cmpl", "text_completion", "text_completion", choices, usage=None)
 
 
 # --- chats ------------------------------------------------------------------------------------------------------------
-
-
-class ChatWriter(_Writer):
-    """Answers of `/v1/chat/completions`."""
-
-    def __init__(
-        self,
-        model: str,
-        tokenizer: PreTrainedTokenizerBase,
-        form: AnswerForm,
-        body: ChatBody,
-        texts: Sequence[Request],
-    ):
-        super().__init__(model, "chatcmpl", "chat.completion", "chat.completion.chunk")
-        self._choices = [_ChatChoice(index, tokenizer, form, body, text) for index, text in enumerate(texts)]
-
-    def opening(self) -> list[Fields]:
-        """Pieces before the first event."""
-        return [self._piece([choice.piece({"role": "assistant", "content": ""})]) for choice in self._choices]
-
-    def pieces(self, index: int, event: Event) -> list[Fields]:
-        """What one event of text `index` adds to a stream."""
-        return [self._piece([piece]) for piece in self._choices[index].pieces(event)]
-
-    def _whole_choices(self) -> list[Fields]:
-        return [choice.whole() for choice in self._choices]
 
 
 class _ChatChoice:
@@ -345,6 +347,9 @@ class _ChatChoice:
         self._calls: list[Fields] = []
         self._logprobs: list[Fields] = []
         self._finish: str | None = None
+
+    def opening(self) -> list[Fields]:
+        return [self.piece({"role": "assistant", "content": ""})]
 
     def pieces(self, event: Event) -> list[Fields]:
         """What an event adds."""
@@ -411,49 +416,42 @@ def _finite(logprob: float) -> float:
 # --- completions ------------------------------------------------------------------------------------------------------
 
 
-class CompletionWriter(_Writer):
-    """Answers of `/v1/completions`; methods as `ChatWriter`'s."""
+class _CompletionChoice:
+    """One choice; methods as `_ChatChoice`'s."""
 
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, texts: Sequence[Request]):
-        super().__init__(model, "cmpl", "text_completion", "text_completion")
-        self._tokenizer, self._texts = tokenizer, texts
-        self._tokens = [TokenTexts(tokenizer, text.prompt) for text in texts]
-        self._to_echo = {index: self._prompt(body, index) for index in range(len(texts)) if body.echo}
-        self._choices: list[Fields] = []
-        for index, tokens in enumerate(self._tokens):
-            told = None if body.logprobs is None else _completion_logprobs(tokens, [])
-            self._choices.append({"index": index, "text": "", "finish_reason": None, "logprobs": told})
-
-    def _prompt(self, body: CompletionBody, index: int) -> str:
-        prompt = body.prompts[index // body.n]
-        if isinstance(prompt, str):
-            return prompt
-        return str(self._tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, text: Request):
+        self._tokenizer, self._prompt = tokenizer, text.prompt
+        self._tokens, self._echoed = TokenTexts(tokenizer, text.prompt), ""
+        if body.echo:
+            prompt = body.prompts[index // body.n]
+            decoded = tokenizer.decode(list(text.prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            self._echoed = prompt if isinstance(prompt, str) else str(decoded)
+        told = None if body.logprobs is None else _completion_logprobs(self._tokens, [])
+        self._whole: Fields = {"index": index, "text": "", "finish_reason": None, "logprobs": told}
 
     def opening(self) -> list[Fields]:
         return []
 
-    def pieces(self, index: int, event: Event) -> list[Fields]:
-        choice, echoed = self._choices[index], self._to_echo.pop(index, "")
-        text = echoed + event.text
-        new = {"index": index, "text": text, "finish_reason": event.finish, "logprobs": None}
-        choice["text"] += text
-        choice["finish_reason"] = event.finish
-        if choice["logprobs"] is not None:
-            new["logprobs"] = told = self._logprobs(index, event, echoed)
-            for name, values in told.items():
-                choice["logprobs"][name] += values
-        adds = text or event.finish is not None or event.logprobs
-        return [self._piece([new], usage=None)] if adds else []
+    def pieces(self, event: Event) -> list[Fields]:
+        echoed, self._echoed = self._echoed, ""
+        whole, text = self._whole, echoed + event.text
+        new = {**whole, "text": text, "finish_reason": event.finish}
+        whole["text"] += text
+        whole["finish_reason"] = event.finish
+        if whole["logprobs"] is not None:
+            new["logprobs"] = self._logprobs(event, echoed)
+            for name, values in new["logprobs"].items():
+                whole["logprobs"][name] += values
+        return [new] if text or event.finish is not None or event.logprobs else []
 
-    def _logprobs(self, index: int, event: Event, echoed: str) -> Fields:
+    def _logprobs(self, event: Event, echoed: str) -> Fields:
         if event.prompt_logprobs is None:
-            return _completion_logprobs(self._tokens[index], event.logprobs)
-        self._tokens[index].length = len(echoed)
-        return _prompt_logprobs(self._tokenizer, self._texts[index].prompt, event.prompt_logprobs, echoed)
+            return _completion_logprobs(self._tokens, event.logprobs)
+        self._tokens.length = len(echoed)
+        return _prompt_logprobs(self._tokenizer, self._prompt, event.prompt_logprobs, echoed)
 
-    def _whole_choices(self) -> list[Fields]:
-        return self._choices
+    def whole(self) -> Fields:
+        return self._whole
 
 
 def _completion_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> Fields:

@@ -8,33 +8,29 @@ import json
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 from urllib.parse import quote
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from fastapi.routing import APIRoute
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from ..errors import ConfigurationError, Eagle31Error, UnsupportedGenerationError
-from .answers import ChatWriter, CompletionWriter, timings_of
+from .answers import AnswerWriter, chat_writer, completion_writer, timings_of
 from .api import Translator
 from .api_errors import ApiError
 from .bodies import Body, parse_chat, parse_completion, parse_json
 from .engine import Engine, QueueFullError, ShuttingDownError, TooLongError
 from .metrics import ServerMetrics
 from .text import Event, Request, Usage
-
-AnswerWriter = ChatWriter | CompletionWriter
 
 MAX_BODY_BYTES = 8 * 2**20
 MOST_NAMED, MOST_REMEMBERED = 64, 1000
@@ -101,15 +97,16 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
 
     app = FastAPI(title="eagle31", lifespan=lifespan, openapi_url=None)
     server = _Server(engine, settings)
+    app.add_api_route("/health", server.health, methods=["GET"], response_model=None)
     for method, path, handler in (
         ("POST", "/v1/chat/completions", server.chat),
         ("POST", "/v1/completions", server.complete),
         ("GET", "/v1/models", server.models),
         ("GET", "/v1/models/{name:path}", server.model),
-        ("GET", "/health", server.health),
         ("GET", "/metrics", server.metrics),
     ):
-        app.add_api_route(path, handler, methods=[method], response_model=None)
+        key = [Depends(server.check_key)]
+        app.add_api_route(path, handler, methods=[method], response_model=None, dependencies=key)
     if settings.allow_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -128,8 +125,6 @@ class _Server:
         self.figures = ServerMetrics(engine)
         self.started, self._named = int(time.time()), set[str]()
 
-    # --- small ones ----------------------------------------------------------------------------------------------
-
     async def health(self) -> Response:
         """200 while texts are taken, 503 from then on."""
         engine, alive = self.engine, self.engine.is_alive
@@ -137,16 +132,13 @@ class _Server:
         figures = {"running": engine.running, "waiting": engine.waiting}
         return JSONResponse(state | figures, status_code=200 if alive else 503)
 
-    async def metrics(self, request: HttpRequest) -> Response:
-        self._check_key(request)
+    async def metrics(self) -> Response:
         return Response(self.figures.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def models(self, request: HttpRequest) -> Response:
-        self._check_key(request)
+    async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
-    async def model(self, request: HttpRequest, name: str) -> Response:
-        self._check_key(request)
+    async def model(self, name: str) -> Response:
         self._check_model(name)
         return JSONResponse(self._model())
 
@@ -165,21 +157,19 @@ class _Server:
 
     async def chat(self, request: HttpRequest) -> Response:
         """`POST /v1/chat/completions`."""
-        self._check_key(request)
         body = parse_chat(parse_json(await self._body(request)))
         self._check_model(body.model)
         # Templates, grammars and tokenizing take a while: not on the loop that feeds every stream.
         texts = await asyncio.to_thread(self.translator.of_chat, body)
-        writer = ChatWriter(self.settings.model, self.engine.tokenizer, self.engine.form, body, texts)
+        writer = chat_writer(self.settings.model, self.engine.tokenizer, self.engine.form, body, texts)
         return await self._answer(request, body, texts, writer)
 
     async def complete(self, request: HttpRequest) -> Response:
         """`POST /v1/completions`."""
-        self._check_key(request)
         body = parse_completion(parse_json(await self._body(request)))
         self._check_model(body.model)
         texts = await asyncio.to_thread(self.translator.of_completion, body)
-        writer = CompletionWriter(self.settings.model, self.engine.tokenizer, body, texts)
+        writer = completion_writer(self.settings.model, self.engine.tokenizer, body, texts)
         return await self._answer(request, body, texts, writer)
 
     async def _answer(
@@ -238,7 +228,7 @@ class _Server:
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
-    def _check_key(self, request: HttpRequest) -> None:
+    async def check_key(self, request: HttpRequest) -> None:
         wanted = self.settings.api_key
         if wanted is None:
             return
@@ -281,19 +271,17 @@ class _Run:
     def start(self) -> None:
         """Line all of them up, or none."""
         loop = asyncio.get_running_loop()
-        try:
-            for index, text in enumerate(self.texts):
-                self._tickets.append(self.server.engine.submit(text, self._listener(loop, index)))
-        except Eagle31Error:
-            self.cancel()
-            raise
 
-    def _listener(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[Event], None]:
-        def tell(event: Event) -> None:
+        def tell(index: int, event: Event) -> None:
             with suppress(RuntimeError):  # the loop is closed, and its clients are gone
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-        return tell
+        try:
+            for index, text in enumerate(self.texts):
+                self._tickets.append(self.server.engine.submit(text, partial(tell, index)))
+        except Eagle31Error:
+            self.cancel()
+            raise
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Until all texts have ended."""
@@ -371,8 +359,7 @@ def _json(piece: dict[str, Any]) -> str:
 
 async def _while_connected(request: HttpRequest, work: Awaitable[None]) -> None:
     """Do it, unless the client goes away."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())  # the body has been read
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -383,22 +370,9 @@ async def _while_connected(request: HttpRequest, work: Awaitable[None]) -> None:
             each.cancel()
 
 
-async def _disconnected(request: HttpRequest) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _address_meant(request: HttpRequest) -> str:
-    """`"; did you mean /v1/…?"` for the address whose spelling is nearest, or nothing."""
-    paths = [route.path for route in request.app.routes if isinstance(route, APIRoute)]
-    close = get_close_matches(request.url.path, paths, n=1, cutoff=0.75)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 async def _as_response(engine: Engine, request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        meant = _address_meant(request) if error.status_code == 404 else ""
-        error = ApiError(f"{request.method} {request.url.path}: {error.detail}{meant}", status=error.status_code)
+        error = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
     elif isinstance(error, TooLongError):
         error = ApiError(str(error), code="context_length_exceeded", param="messages")
     elif isinstance(error, QueueFullError):
