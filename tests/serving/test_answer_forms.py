@@ -16,7 +16,8 @@ from eagle31_hf.serving.answers import AnswerParser, chat_writer
 from eagle31_hf.serving.bodies import parse_chat
 from eagle31_hf.serving.forms import call_grammar, form_of
 from eagle31_hf.serving.grammar import GrammarCompiler
-from eagle31_hf.serving.text import Event, IncrementalDecoder, Request, Usage
+from eagle31_hf.serving.text import Event, Request, Usage
+from eagle31_hf.texts.decoder import IncrementalDecoder
 from helpers import demo_tokenizer
 
 TOOLS: list[dict[str, Any]] = [

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ..measure.bench import Measured
-from ..serving.text import IncrementalDecoder
 from ..stats import SpeculationStats
+from ..texts.decoder import IncrementalDecoder
 from .options import WIDTH, count
 from .wrapped_writer import WrappedWriter
 
