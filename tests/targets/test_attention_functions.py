@@ -1,4 +1,4 @@
-"""Attention that somebody registered with transformers is never exchanged for SDPA without a word."""
+"""Attention registered from outside is never exchanged for SDPA silently, and cuDNN's is set aside for drafts alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.backends import cuda
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -18,8 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle31_hf.errors import UnsupportedGenerationError
 from eagle31_hf.serving.engine import EngineSettings, within_what_the_target_can
+from eagle31_hf.targets import binding
 from eagle31_hf.targets.grouped_attention import why_attention_is_unknown
-from helpers import CONFIGS, configured, left_padded, prompts_for, random_drafter, random_target
+from eagle31_hf.targets.shared_changes import SharedChanges, leave_cudnn_out
+from helpers import CONFIGS, assert_same_text, configured, left_padded, prompts_for, random_drafter, random_target
 
 
 def sharper(module: Any, query: Tensor, *rest: Any, scaling: float | None = None, **more: Any) -> Any:
@@ -64,27 +67,26 @@ def register(name: str, attention: Any, mask: Any) -> None:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("how", REGISTERED)
-def test_registered_attention_is_decoded_plainly(how: str, registries: None) -> None:
+@pytest.mark.parametrize("case", REGISTERED)
+def test_registered_attention_is_decoded_plainly(case: str, registries: None) -> None:
     target = random_target(CONFIGS["llama"]())
     eagle = random_drafter(target)
-    rows = 1 if how == "no mask of its own" else 2
+    rows = 1 if case == "no mask of its own" else 2
     inputs = left_padded(prompts_for("llama", rows))
-    settings: dict[str, Any] = inputs | {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    usual = target.generate(**settings)
-    name, attention, mask = REGISTERED[how]
+    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    before = target.generate(**inputs, **how)
+    name, attention, mask = REGISTERED[case]
     register(name, attention, mask)
     if attention is not sharper or name != "flash_attention_2":
         target.set_attn_implementation(name)
     else:
         target.config._attn_implementation_internal = name  # the package need not be there
-    plain = target.generate(**settings)
-    assert not torch.equal(plain, usual), "or nothing was registered"
-    assert torch.equal(target.generate(**settings, assistant_model=eagle), plain)
-    assert (eagle.stats.loop, repr(name) in eagle.stats.reason) == ("plain", True)
+    assert not torch.equal(target.generate(**inputs, **how), before), "or nothing was registered"
+    assert_same_text(target, eagle, inputs, loop="plain", **how)
+    assert repr(name) in eagle.stats.reason
     refusal = pytest.raises(UnsupportedGenerationError, match="registered from outside")
     with configured(eagle, speculation_loop="own"), refusal:
-        target.generate(**settings, assistant_model=eagle)
+        target.generate(**inputs, **how, assistant_model=eagle)
     with pytest.raises(UnsupportedGenerationError, match="registered from outside"):
         within_what_the_target_can(eagle, EngineSettings())
 
@@ -102,3 +104,43 @@ def test_transformers_own_attention_makes_way(registries: None) -> None:
     for name in ["eager", *own]:
         target.config._attn_implementation_internal = name
         assert (why_attention_is_unknown(target) is None) == (name != "somebody/sparse-kernel"), name
+
+
+# --- cuDNN ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedChanges]:
+    """One of these tests' own: a server that other tests share holds the process's open as long as it runs."""
+    found, own = cuda.cudnn_sdp_enabled(), SharedChanges()
+    monkeypatch.setattr(binding, "CHANGES", own)
+    cuda.enable_cudnn_sdp(True)
+    yield own
+    cuda.enable_cudnn_sdp(found)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_texts_that_do_without_cudnn_may_overlap(before: bool, switch: SharedChanges) -> None:
+    cuda.enable_cudnn_sdp(before)
+    switch.hold("cudnn", leave_cudnn_out)
+    switch.hold("cudnn", leave_cudnn_out)
+    assert not cuda.cudnn_sdp_enabled()
+    switch.let_go("cudnn")  # of either text: the other one is still written
+    assert not cuda.cudnn_sdp_enabled()
+    switch.let_go("cudnn")
+    assert cuda.cudnn_sdp_enabled() == before
+
+
+def test_a_drafted_text_does_without_cudnn(switch: SharedChanges) -> None:
+    target, seen = random_target(CONFIGS["llama"]()), []
+    drafter = random_drafter(target, aux_layers=[1, 2, 4])
+    handle = target.lm_head.register_forward_pre_hook(lambda *_: seen.append(cuda.cudnn_sdp_enabled()))
+    ids = torch.arange(3, 9)[None]
+    try:
+        target.generate(ids, assistant_model=drafter, max_new_tokens=6, do_sample=False)
+        assert not any(seen)
+        seen.clear()
+        target.generate(ids, max_new_tokens=2, do_sample=False)
+        assert all(seen)
+    finally:
+        handle.remove()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.default_config import default_config
-from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, NotAttachedError
 from eagle31_hf.targets.binding import TargetBinding
 from helpers import (
@@ -26,6 +26,7 @@ from helpers import (
     GROUPED,
     MODELS,
     SIZES,
+    assert_same_text,
     configured,
     left_padded,
     random_drafter,
@@ -263,20 +264,7 @@ def test_a_drafter_adds_its_parameters_and_one_kv_layer(own_lm_head: bool) -> No
     assert own < 500_000, "an embedding or a full head of 4000 rows alone would be a megabyte"
 
 
-def test_the_drafters_cache_is_one_layer(llama: Any) -> None:
-    drafter = random_drafter(llama)
-    session = DraftSession(drafter, batch_size=2, capacity=50, block=8)
-    session.absorb(torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 3, 192), [3, 3])
-    buffers = [t for layer in session.cache.layers for t in (layer.keys, layer.values)]
-    assert len(session.cache.layers) == 1
-    assert sum(storages(buffers).values()) <= 2 * 2 * (50 + 8) * 2 * 16 * 4
-
-
 # --- what does not fit ------------------------------------------------------------------------------------------------
-
-
-def tiny(config_class: Any, **fields: Any) -> Any:
-    return config_class(**{**GROUPED, **fields})
 
 
 def refused(target: Any, **overrides: Any) -> str:
@@ -289,25 +277,29 @@ def refused(target: Any, **overrides: Any) -> str:
     return str(caught.value)
 
 
-def test_another_vocabulary_or_hidden_size() -> None:
-    message = refused(random_target(tiny(hf.LlamaConfig, vocab_size=1000)))
-    assert "96" in message
-    assert "1000" in message
-    message = refused(random_target(tiny(hf.LlamaConfig, hidden_size=32)))
-    assert "64" in message
-    assert "32" in message
+def with_fewer_rows() -> Any:
+    target = random_target(CONFIGS["llama"]())
+    target.model.embed_tokens = nn.Embedding(50, 64)
+    return target
 
 
-def test_layers_out_of_range() -> None:
-    message = refused(random_target(CONFIGS["llama"]()), aux_layers=[1, 2, 5])
-    assert "[5]" in message
-    assert "0..4" in message
-    assert "no default" in refused(random_target(CONFIGS["llama"]()), num_aux_hidden_states=2)
+T5 = {"vocab_size": 96, "d_model": 64, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+UNFIT: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "another vocabulary": (lambda: random_target(hf.LlamaConfig(**{**GROUPED, "vocab_size": 1000})), {}, "96.*1000"),
+    "another width": (lambda: random_target(hf.LlamaConfig(**{**GROUPED, "hidden_size": 32})), {}, "64.*32"),
+    "layers out of range": (lambda: random_target(CONFIGS["llama"]()), {"aux_layers": [1, 2, 5]}, r"\[5\].*0\.\.4"),
+    "layers unnamed": (lambda: random_target(CONFIGS["llama"]()), {"num_aux_hidden_states": 2}, "no default"),
+    "encoder and decoder": (lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)), {}, "encoder-decoder"),
+    "no head": (lambda: hf.LlamaModel(CONFIGS["llama"]()), {}, "AutoModelForCausalLM"),
+    "no model": (lambda: nn.Linear(2, 2), {}, "Linear"),
+    "fewer rows than its vocabulary": (with_fewer_rows, {}, "50 rows"),
+}
 
 
-def test_encoder_decoder_is_refused() -> None:
-    config = hf.T5Config(vocab_size=96, d_model=64, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
-    assert "encoder-decoder" in refused(hf.T5ForConditionalGeneration(config))
+@pytest.mark.parametrize("case", UNFIT)
+def test_targets_that_do_not_fit_are_refused(case: str) -> None:
+    make, overrides, message = UNFIT[case]
+    assert re.search(message, refused(make(), **overrides))
 
 
 SMALL_SIZES = {**GROUPED, "num_hidden_layers": 4}
@@ -333,19 +325,6 @@ def test_states_that_nobody_can_take_back_are_refused(kind: str) -> None:
     message = refused(random_target(hf.AutoConfig.for_model(kind, **KINDS_OF_STATES[kind])))
     assert "a state that cannot be taken back" in message
     assert "layers" in message
-
-
-def test_no_lm_head() -> None:
-    assert "AutoModelForCausalLM" in refused(hf.LlamaModel(CONFIGS["llama"]()))
-
-
-def test_something_else_entirely() -> None:
-    assert "Linear" in refused(nn.Linear(2, 2))
-
-
-def test_shrunken_embedding(llama: Any) -> None:
-    llama.model.embed_tokens = nn.Embedding(50, 64)
-    assert "50 rows" in refused(llama)
 
 
 def test_drafter_of_another_target_names_both_sizes() -> None:
@@ -399,11 +378,10 @@ def test_drafter_of_another_model(llama: Any) -> None:
 def test_two_drafters_share_one_target(llama: Any) -> None:
     first, second = random_drafter(llama, seed=1), random_drafter(llama, seed=2, aux_layers=[0, 1, 4])
     inputs = left_padded(random_prompts(1))
-    plain = llama.generate(**inputs, max_new_tokens=12, do_sample=False)
     for drafter in (first, second, first):
-        assert torch.equal(llama.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=drafter), plain)
+        assert_same_text(llama, drafter, inputs, max_new_tokens=12, do_sample=False)
     first.detach()
-    assert torch.equal(llama.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=second), plain)
+    assert_same_text(llama, second, inputs, max_new_tokens=12, do_sample=False)
 
 
 def test_reading_and_attaching_at_once_equals_attaching_later() -> None:
