@@ -188,7 +188,8 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
     stored = {stored_name(layout, name): tensor for name, tensor in tensors.items()}
     if "d2t" in stored:
         stored["d2t"] = stored["d2t"].cpu().long()
-        stored["t2d"] = _draft_vocabulary_mask(stored["d2t"], config.vocab_size)
+        stored["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)  # true for what a draft row stands for
+        stored["t2d"][stored["d2t"] + torch.arange(len(stored["d2t"]))] = True
     replace_checkpoint(Path(folder), written, stored)
 
 
@@ -199,16 +200,33 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
     """
     folder = resolve_checkpoint(path_or_id, revision=revision)
     if (head := find_head(folder)) is not None:
-        return _head_summary(str(path_or_id), head)
+        config = head.config()
+        title = "a folder of its own" if head.family is None else f"inside its target ({config.family})"
+        kind, dtype = ("mtp", title, "MTP head"), str(config.dtype).removeprefix("torch.")
+        return _summary(str(path_or_id), kind, config, dtype, head.infos)
     headers = _headers_or_lost_head(folder)
-    return _summary(
-        str(path_or_id),
-        (headers.layout.name, headers.layout.title, "EAGLE 3.1" if headers.config.is_eagle31 else "EAGLE-3"),
-        headers.config,
-        headers.tensors.infos[headers.stored_names["fc.weight"]].dtype,
-        headers.tensors.infos,
-        layer_ids=headers.stored_config.layer_ids,
-        notes=_caution_notes(headers),
+    method = "EAGLE 3.1" if headers.config.is_eagle31 else "EAGLE-3"
+    kind, infos = (headers.layout.name, headers.layout.title, method), headers.tensors.infos
+    dtype = infos[headers.stored_names["fc.weight"]].dtype
+    ids, notes = headers.stored_config.layer_ids, _caution_notes(headers)
+    return _summary(str(path_or_id), kind, headers.config, dtype, infos, ids, notes)
+
+
+def _summary(
+    source: str,
+    kind: tuple[str, str, str],
+    config: Eagle31Config,
+    dtype: str,
+    infos: Mapping[str, TensorInfo],
+    layer_ids: Mapping[str, list[int]] | None = None,
+    notes: tuple[str, ...] = (),
+) -> CheckpointSummary:
+    """`kind`: format, its title, and the method."""
+    parameters = sum(math.prod(info.shape) for info in infos.values() if info.dtype in FLOAT_DTYPES)
+    stored_bytes = sum(math.prod(info.shape) * _BYTES.get(info.dtype, 1) for info in infos.values())
+    shapes = {name: info.shape for name, info in infos.items()}
+    return CheckpointSummary(
+        source, *kind, config, dtype, parameters, stored_bytes, shapes, dict(layer_ids or {}), notes
     )
 
 
@@ -230,36 +248,6 @@ def _caution_notes(headers: _Headers) -> tuple[str, ...]:
     if headers.raw_config.get("quantization_config"):
         notes.append("config.json has a quantization_config, the weights are floats: it is the target's, and not read")
     return tuple(notes)
-
-
-def _head_summary(source: str, head: StoredHead) -> CheckpointSummary:
-    config = head.config()
-    title = "a folder of its own" if head.family is None else f"inside its target ({config.family})"
-    return _summary(source, ("mtp", title, "MTP head"), config, str(config.dtype).removeprefix("torch."), head.infos)
-
-
-def _summary(
-    source: str,
-    kind: tuple[str, str, str],
-    config: Eagle31Config,
-    dtype: str,
-    infos: Mapping[str, TensorInfo],
-    *,
-    layer_ids: Mapping[str, list[int]] | None = None,
-    notes: tuple[str, ...] = (),
-) -> CheckpointSummary:
-    """`kind`: format, its title, and the method."""
-    return CheckpointSummary(
-        source,
-        *kind,
-        config=config,
-        dtype=dtype,
-        parameters=sum(math.prod(info.shape) for info in infos.values() if info.dtype in FLOAT_DTYPES),
-        stored_bytes=sum(math.prod(info.shape) * _BYTES.get(info.dtype, 1) for info in infos.values()),
-        tensors={name: info.shape for name, info in infos.items()},
-        aux_layers_as_stored=dict(layer_ids or {}),
-        notes=notes,
-    )
 
 
 def _headers_or_lost_head(folder: Path) -> _Headers:
@@ -285,14 +273,22 @@ def _read_headers(folder: Path) -> _Headers:
     check_vocabulary_infos({name: stored.infos[names[name]] for name in ("d2t", "t2d") if name in names})
     infos = {ours: stored.infos[theirs] for ours, theirs in names.items()}
     stored_config = read_config_fields(layout, raw_config, _count_layers(infos))
-    fields = _completed_fields(stored_config, raw_config, infos)
-    config = _build_config(fields)
+    try:
+        config = Eagle31Config(**_completed_fields(stored_config, raw_config, infos))
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
+        if isinstance(error, CheckpointFormatError):
+            raise
+        reason = textwrap.shorten(str(error), 400, placeholder=" …")
+        raise CheckpointFormatError(f"config.json describes no possible drafter: {reason}") from error
     refuse_unread_fields(layout, raw_config, config)
     if not has_reduced_vocabulary(config):
         # A full vocabulary needs no map. Some writers keep an identity map: checked, then dropped.
-        _check_identity_map(stored, names)
-        names.pop("d2t", None)
-        names.pop("t2d", None)
+        if "d2t" in names and stored.load([names["d2t"]])[names["d2t"]].any():
+            raise CheckpointFormatError(
+                "d2t is present though the draft vocabulary is the whole vocabulary, and it is no identity map (all "
+                "zeros); state the reduced draft_vocab_size, or remove d2t and t2d"
+            )
+        names = {ours: theirs for ours, theirs in names.items() if ours not in ("d2t", "t2d")}
     infos = {ours: stored.infos[theirs] for ours, theirs in names.items() if ours != "t2d"}
     check_tensor_infos(config, infos)
     check_rope(config)  # after the shapes: now its sizes are those of tensors that exist
@@ -356,14 +352,6 @@ def _completed_fields(
     return fields
 
 
-def _build_config(fields: Mapping[str, Any]) -> Eagle31Config:
-    try:
-        return Eagle31Config(**fields)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
-        reason = textwrap.shorten(str(error), 400, placeholder=" …")
-        raise CheckpointFormatError(f"config.json describes no possible drafter: {reason}") from error
-
-
 def _read_nemo_latent(fields: dict[str, Any]) -> None:
     """NeMo's latent attention takes YaRN's frequencies alone, scaling neither tables nor scores, and only if all of
     YaRN's settings are stated and the drafter is for longer texts than the original ones."""
@@ -387,22 +375,7 @@ def _head_dim_of(infos: Mapping[str, TensorInfo], num_heads: Any) -> int | None:
     return query.shape[0] // num_heads
 
 
-def _check_identity_map(stored: StoredTensors, names: Mapping[str, str]) -> None:
-    if "d2t" in names and stored.load([names["d2t"]])[names["d2t"]].any():
-        raise CheckpointFormatError(
-            "d2t is present though the draft vocabulary is the whole vocabulary, and it is no identity map (all "
-            "zeros); state the reduced draft_vocab_size, or remove d2t and t2d"
-        )
-
-
 def _check_loaded(config: Eagle31Config, tensors: Mapping[str, Tensor]) -> None:
     check_values(tensors)
     if "d2t" in tensors:
         check_vocabulary_map(tensors["d2t"].cpu(), tensors.get("t2d"), config.vocab_size)
-
-
-def _draft_vocabulary_mask(d2t: Tensor, vocab_size: int) -> Tensor:
-    """`t2d`: bool `[V]`, true for the target ids a draft row stands for."""
-    mask = torch.zeros(vocab_size, dtype=torch.bool)
-    mask[d2t + torch.arange(len(d2t))] = True
-    return mask

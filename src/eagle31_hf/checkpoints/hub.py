@@ -33,9 +33,9 @@ def resolve_checkpoint(
 ) -> Path:
     """The local folder of a checkpoint, downloading config and weights if `path_or_id` is a Hub id.
 
-    Of a target with an MTP head only the files are fetched that hold the head. A `.bin` file is fetched only where
-    there is no safetensors file. A local folder wins over a Hub id of that name. A
-    repository may keep drafters in folders: `owner/name/folder` is one of them.
+    Of a target with an MTP head only the files are fetched that hold the head, and a `.bin` file only where there is no
+    safetensors file. A local folder wins over a Hub id of that name. A repository may keep drafters in folders:
+    `owner/name/folder` is one of them.
 
     Raises:
         CheckpointNotFoundError: no such folder or id, no access to it, or no network to ask.
@@ -75,10 +75,7 @@ def _local_folder(path_or_id: str | os.PathLike[str]) -> Path | None:
 
 
 def refuse_other_contents(folder: Path) -> None:
-    """Raises:
-    CheckpointFormatError: all that lies in `folder` is a drafter in llama.cpp's format.
-    CheckpointNotFoundError: drafters lie in folders below it.
-    """
+    """Say so if all that lies in `folder` is a drafter in llama.cpp's format, or drafters lie in folders below it."""
     if (folder / CONFIG_FILE).exists():
         return
     if any(folder.glob(f"*{GGUF_SUFFIX}")):
