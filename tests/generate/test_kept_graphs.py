@@ -228,7 +228,9 @@ def test_graphs_are_compiled_together_unless_products_are_timed(
 # --- when a text asks for it ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("told", [GREEDY, SAMPLING, {"max_time": 100.0, "prefill_chunk_size": 4, **GREEDY}])
+@pytest.mark.parametrize(
+    "told", [SAMPLING, {"max_time": 100.0, "prefill_chunk_size": 4, "num_assistant_tokens": 5, **GREEDY}]
+)
 @pytest.mark.thorough
 def test_a_text_waits_for_what_it_asked_for(
     pair: Eagle31Drafter, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch

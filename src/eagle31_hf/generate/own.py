@@ -11,7 +11,7 @@ from ..cache.stock import held_length
 from ..errors import UnsupportedGenerationError
 from ..loop.carried_cache import CacheResume, CarriedCache
 from ..loop.decoder import DecodingRequest, SpeculativeDecoder
-from ..loop.drafting import Drafting, draft_shape, drafting
+from ..loop.drafting import Drafting, drafting
 from ..loop.survive import RecoveringDecoder
 from ..loop.text import Sequences
 from ..sampling.callers_code import CallersCode, NotFollowedError
@@ -48,10 +48,7 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     padding = left_padding(call.input_ids, call.attention_mask)
     carried = _carried_cache(call, padding, stats)
     if call.drafter.generation_config.acceleration == "compile":
-        sampled, depth = bool(call.generation_config.do_sample), asked_tokens(call.generation_config)
-        shape = draft_shape(call.drafter, rows=call.batch_size, sampled=sampled, depth=depth, by_graphs=True)
-        stats.fall_back(warm_up_for(call, shape))
-        call.drafter.stats = stats  # warming up writes texts, too
+        stats.fall_back(warm_up_for(call))
     drafts = drafting_of(call, stats)
     request = _request(call, drafts, padding, carried, stats)
     if not any(drafts.why in told for told in stats.fallbacks):  # compiling just now may have said so

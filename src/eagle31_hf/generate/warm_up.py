@@ -1,10 +1,10 @@
-"""Compiling a pair's graphs ahead: short texts of every length that graphs are made for."""
+"""Compiling a pair's graphs ahead: rounds of every kind, behind prompts of every length that graphs are made for."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,15 +19,18 @@ from ..graphs.captured import CAPTURES
 from ..graphs.steps import GraphKey
 from ..loop.decoder import DecodingRequest, SpeculativeDecoder
 from ..loop.drafting import draft_shape
-from ..loop.kept_graphs import compiling_ahead, refusal, why_unsuited
+from ..loop.kept_graphs import CompilesAhead, compiling_ahead, refusal, why_unsuited
 from ..loop.pair import Pair, current_graphs, last_graphs
 from ..loop.text import Sequences, StopRules
 from ..sampling.logits_processing import ScoreProcessing, processing_of
-from .call import Call
+from .call import Call, asked_tokens
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["warm_up"]
+
+NEW_TOKENS = 64
+"""That a text may get which is written to meet graphs."""
 
 
 def warm_up(
@@ -50,21 +53,30 @@ def warm_up(
     model: Any = drafter.binding.model
     config = how.get("generation_config", model.generation_config)
     sampled = bool(how.get("do_sample", config.do_sample))
-    return compile_graphs(drafter, processing_of(model, **how), sampled=sampled, tokens=tokens, on_compile=on_compile)
+    depth = how.get("num_assistant_tokens") or asked_tokens(config)
+    shape = draft_shape(drafter, rows=1, sampled=sampled, depth=depth, by_graphs=True)
+    return compile_graphs(
+        drafter, shape, processing_of(model, **how), sampled=sampled, tokens=tokens, on_compile=on_compile
+    )
 
 
 def compile_graphs(
     drafter: Assistant,
+    shape: DraftShape,
     processing: ScoreProcessing,
     *,
     sampled: bool,
     tokens: int,
     on_compile: Callable[[GraphKey], None] = lambda key: None,
 ) -> list[GraphKey]:
-    """The same for texts of this `processing`, whose tokens are drawn or not."""
-    lengths = prompt_lengths(tokens)
-    with compiling_ahead(drafter, on_compile) as maker:
-        maker.until_compiled(lambda: _meet_graphs(drafter, processing, sampled=sampled, contexts=lengths))
+    """The same for drafts of this shape and texts of this `processing`, whose tokens are drawn or not."""
+
+    def meet_graphs() -> None:
+        for length in prompt_lengths(tokens):
+            _write(drafter, length, shape, processing, maker, sampled=sampled)
+
+    with compiling_ahead(drafter, on_compile) as maker, torch.random.fork_rng(devices=[]):
+        maker.until_compiled(meet_graphs)
         if reason := current_graphs(drafter).disabled_reason:
             raise ConfigurationError(f"{reason}; a C++ compiler is needed (g++), and room in the cache folder")
     Pair.of(drafter).costs.clear()  # beside compilers, and by eager code
@@ -80,10 +92,35 @@ def prompt_lengths(tokens: int) -> list[int]:
     return lengths
 
 
-# --- rounds that meet each graph a text may want ---------------------------------------------------------------------
-
-MOST_TOKENS = 64
-"""That a text may get which is written for the graphs it meets."""
+def _write(
+    drafter: Assistant,
+    length: int,
+    shape: DraftShape,
+    processing: ScoreProcessing,
+    maker: CompilesAhead,
+    *,
+    sampled: bool,
+) -> None:
+    """A few rounds of each kind, which draft nothing, what the drafter drafts, and what was there already."""
+    binding, rest = drafter.binding, DraftPlan.skip()
+    looked_up = DraftPlan(DraftShape(shape.nodes - 1), tokens=((0,) * (shape.nodes - 1),)) if shape.depth else rest
+    drafted = DraftPlan(shape) if isinstance(drafter, Eagle31Drafter) else looked_up
+    plans = rest, looked_up, drafted, drafted, looked_up, drafted, rest, drafted
+    ids = (torch.arange(length)[None] * 7 % binding.text_config.vocab_size).to(binding.input_device)
+    request = DecodingRequest(
+        sequences=Sequences(ids, [0], StopRules(max_length=length + NEW_TOKENS), None),
+        processing=processing,
+        shape=shape,
+        policy=InTurn(*plans),
+        do_sample=sampled,
+        graphs=current_graphs(drafter).made_by(maker),
+    )
+    with torch.no_grad(), binding.masked_attention():
+        decoder = SpeculativeDecoder(drafter, request)
+        decoder.prefill()
+        for _ in plans:
+            if decoder.rows:
+                decoder.step()
 
 
 class InTurn:
@@ -101,33 +138,6 @@ class InTurn:
         self._rounds += 1
 
 
-def _meet_graphs(drafter: Assistant, processing: ScoreProcessing, *, sampled: bool, contexts: Sequence[int]) -> None:
-    """Write a few rounds of each kind behind so many tokens: with nothing drafted, by the drafter, and looked up."""
-    shape = draft_shape(drafter, rows=1, sampled=sampled, by_graphs=True)
-    rest = DraftPlan.skip()
-    looked_up = DraftPlan(DraftShape(shape.nodes - 1), tokens=((0,) * (shape.nodes - 1),)) if shape.depth else rest
-    drafted = DraftPlan(shape) if isinstance(drafter, Eagle31Drafter) else looked_up
-    plans = rest, looked_up, drafted, drafted, looked_up, drafted, rest, drafted
-    config: Any = drafter.binding.text_config
-    ahead = Pair.of(drafter).ahead
-    for context in contexts:
-        ids = (torch.arange(context)[None] * 7 % config.vocab_size).to(drafter.binding.input_device)
-        request = DecodingRequest(
-            sequences=Sequences(ids, [0], StopRules(max_length=context + MOST_TOKENS), None),
-            processing=processing,
-            shape=shape,
-            policy=InTurn(*plans),
-            do_sample=sampled,
-            graphs=None if ahead is None else current_graphs(drafter).made_by(ahead),
-        )
-        with torch.no_grad(), torch.random.fork_rng(), drafter.binding.masked_attention():
-            decoder = SpeculativeDecoder(drafter, request)
-            decoder.prefill()
-            for _ in plans:
-                if decoder.rows:
-                    decoder.step()
-
-
 # --- when a text asks for it ------------------------------------------------------------------------------------------
 
 _one_at_a_time = threading.Lock()
@@ -136,29 +146,24 @@ MOST_COMPILED_SETTINGS = 4
 """Sampling settings (and greedy) that texts wait for; compiling takes as long as thousands of tokens."""
 
 
-def warm_up_for(call: Call, shape: DraftShape) -> str:
+def warm_up_for(call: Call) -> str:
     """On a CPU, what `warm_up` does, before the first text that needs it.
-
-    Args:
-        shape: the largest draft by graphs.
 
     Returns:
         Why the text is eager all the same; empty if it is not.
     """
-    drafter, binding = call.drafter, call.drafter.binding
-    if Pair.of(drafter).ahead is not None:
+    drafter, processing, sampled = call.drafter, call.processing, bool(call.generation_config.do_sample)
+    if Pair.of(drafter).ahead is not None or drafter.binding.head_device.type in CAPTURES:
         return ""
-    if binding.head_device.type in CAPTURES:
-        return ""
-    if why := why_unsuited(drafter, shape, call.processing):
+    depth = asked_tokens(call.generation_config)
+    shape = draft_shape(drafter, rows=call.batch_size, sampled=sampled, depth=depth, by_graphs=True)
+    single = "" if call.batch_size == 1 else "graphs for a CPU serve single rows"
+    if why := why_unsuited(drafter, shape, processing) or single:
         return f"steps are not compiled: {why}"
-    if call.batch_size > 1:
-        return "steps are not compiled: graphs for a CPU serve single rows"
-    sampling = bool(call.generation_config.do_sample), call.processing.draft_warping.key
-    bucket = graph_sizes.slot_bucket(call.longest_text)
+    sampling, bucket = (sampled, processing.draft_warping.key), graph_sizes.slot_bucket(call.longest_text)
+    wanted = torch.get_num_threads(), shape, sampling, bucket
     with _one_at_a_time:
         graphs = current_graphs(drafter)
-        wanted = torch.get_num_threads(), shape, sampling, bucket
         if wanted in graphs.warmed:
             return ""
         settings = {known for _, _, known, _ in graphs.warmed}
@@ -171,7 +176,7 @@ def warm_up_for(call: Call, shape: DraftShape) -> str:
             return f"steps are not compiled: {why}"
         logger.warning("eagle31: what graphs this text lacks are compiled first, which takes minutes; they are kept")
         try:
-            compile_graphs(drafter, call.processing, sampled=sampling[0], tokens=call.longest_text)
+            compile_graphs(drafter, shape, processing, sampled=sampled, tokens=call.longest_text)
         except ConfigurationError as refused:
             return f"steps are not compiled: {refused}"
         last_graphs(drafter).warmed.add(wanted)

@@ -27,7 +27,10 @@ from ..graphs.verify import why_states_are_eager
 from ..sampling.logits_processing import ScoreProcessing
 from .pair import Pair, current_graphs, last_graphs
 
-__all__ = ["CompilesAhead", "captured_graphs", "compiling_ahead", "graphs_for", "kept_packages", "why_given_up"]
+__all__ = [
+    "CompilesAhead", "captured_graphs", "compiling_ahead", "graphs_for", "kept_packages", "refusal", "why_given_up",
+    "why_unsuited",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 _said: set[str] = set()
