@@ -76,11 +76,13 @@ def message_for(body: dict) -> dict:
         {"id": f"call_{n}", "type": "function", "function": {**call, "arguments": json.dumps(call["arguments"])}}
         for n, call in enumerate(calls_for(body))
     ]
-    return {"role": "assistant", **({"content": None, "tool_calls": calls} if calls else {"content": content})}
+    said = {"content": None, "tool_calls": calls} if calls else {"content": content}
+    return {"role": "assistant", "reasoning_content": "Let me look.", **said}
 
 
 def pieces_of(message: dict) -> Iterator[dict]:
     yield {"role": "assistant", "content": ""}
+    yield {"reasoning_content": message["reasoning_content"]}
     for index, call in enumerate(message.get("tool_calls", [])):
         yield {"tool_calls": [{"index": index, **call}]}
     for word in (message["content"] or "").split(" "):
