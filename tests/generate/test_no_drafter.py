@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from kept_pairs import kept_target, kinds, leave_the_compiler_out, make_pair
-from torch import Tensor
 from transformers import DynamicCache
 
-from eagle31_hf import NoDrafter
+from eagle31_hf import NoDrafter, SpeculationStats
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, UnsupportedGenerationError
 from eagle31_hf.generate.warm_up import warm_up
 from eagle31_hf.graphs.ahead import kept as kept_folder
@@ -29,6 +28,7 @@ from helpers import (
     CONFIGS,
     FAMILIES,
     VOCABULARY,
+    assert_same_text,
     configured,
     drafter_of,
     left_padded,
@@ -45,20 +45,18 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60, **FEW_WORDS}
 SAMPLING: dict[str, Any] = {**GREEDY, "do_sample": True, "temperature": 0.3}
 
 
-def texts(target: Any, assistant: NoDrafter | None, rows: int, how: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What is written after prompts of unlike length, and the number that is drawn next."""
+def assert_plain(alone: NoDrafter, rows: int, how: dict[str, Any], loop: str = "own") -> SpeculationStats:
+    """Texts after prompts of unlike length are plain's, by our loop without a step down. Returns their figures."""
     inputs = left_padded(random_prompts(rows, seed=rows))
-    torch.manual_seed(7)
-    return target.generate(**inputs, assistant_model=assistant, **how), torch.rand(1)
+    assert_same_text(alone.binding.model, alone, inputs, seed=7, loop=loop, **how)
+    assert alone.stats is not None
+    return alone.stats
 
 
-def assert_plain(target: Any, alone: NoDrafter, rows: int, how: dict[str, Any]) -> None:
-    """The same text, the same state of torch's generator, and drafts that helped."""
-    for ours, plain in zip(texts(target, alone, rows, how), texts(target, None, rows, how), strict=True):
-        assert torch.equal(ours, plain)
-    stats = alone.stats
-    assert stats is not None
-    assert (stats.loop, stats.reason, stats.fallbacks) == ("own", "", [])
+def assert_helped(alone: NoDrafter, rows: int, how: dict[str, Any]) -> None:
+    """The same, by drafts that were accepted."""
+    stats = assert_plain(alone, rows, how)
+    assert (stats.reason, stats.fallbacks) == ("", [])
     assert stats.accepted > 0
     assert stats.passes < how["max_new_tokens"]
 
@@ -68,14 +66,12 @@ def assert_plain(target: Any, alone: NoDrafter, rows: int, how: dict[str, Any]) 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.thorough(every=2)
 def test_the_text_is_plains_in_fewer_passes(family: str, rows: int, how: dict[str, Any]) -> None:
-    target = target_of(family)
-    assert_plain(target, NoDrafter(target), rows, how)
+    assert_helped(NoDrafter(target_of(family)), rows, how)
 
 
 @pytest.mark.parametrize("how", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
 def test_a_target_that_keeps_states(how: dict[str, Any]) -> None:
-    target = recurrent_target("qwen3_5_text")
-    assert_plain(target, NoDrafter(target), 2, how)
+    assert_helped(NoDrafter(recurrent_target("qwen3_5_text")), 2, how)
 
 
 @pytest.mark.parametrize("drawn", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
@@ -86,12 +82,7 @@ def test_a_target_that_keeps_states(how: dict[str, Any]) -> None:
 )
 def test_processors_and_ends_are_plains(how: dict[str, Any], drawn: dict[str, Any]) -> None:
     """Rows end at places of their own, inside drafts, too."""
-    target = target_of("llama")
-    alone, told = NoDrafter(target), {**drawn, **how, "pad_token_id": 0}
-    for ours, plain in zip(texts(target, alone, 4, told), texts(target, None, 4, told), strict=True):
-        assert torch.equal(ours, plain)
-    assert alone.stats is not None
-    assert (alone.stats.loop, alone.stats.fallbacks) == ("own", [])
+    assert assert_plain(NoDrafter(target_of("llama")), 4, {**drawn, **how, "pad_token_id": 0}).fallbacks == []
 
 
 def test_a_prompt_that_is_quoted_is_drafted() -> None:
@@ -101,34 +92,28 @@ def test_a_prompt_that_is_quoted_is_drafted() -> None:
     prompt = torch.tensor([random_prompts(1)[0] * 4])
     wanted = target.generate(prompt, **told)
     quoting = torch.cat((wanted, prompt), 1)  # what the prompt was followed by stands in the new one
-    assert torch.equal(target.generate(quoting, assistant_model=alone, **told), target.generate(quoting, **told))
+    assert_same_text(target, alone, quoting, **told)
     assert alone.stats is not None
     assert alone.stats.drafted > 0
 
 
 def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It lies where the target is, and reading it in every round would wait for the device."""
-    target, read, text_of = target_of("llama"), list[int](), Sequences.text
+    read, text_of = list[int](), Sequences.text
 
     def text(self: Sequences, row: int, skip: int = 0) -> list[int]:
         read.append(row)
         return text_of(self, row, skip)
 
     monkeypatch.setattr(Sequences, "text", text)
-    alone = NoDrafter(target)
-    texts(target, alone, 1, GREEDY)
+    assert assert_plain(NoDrafter(target_of("llama")), 1, GREEDY).rounds > 5
     assert read == [0, 0], "by the prefill and by the index of what can be looked up"
-    assert alone.stats is not None
-    assert alone.stats.rounds > 5
 
 
 def test_nothing_is_drafted_by_the_constant_schedule() -> None:
-    target = target_of("llama")
-    alone = NoDrafter(target)
-    with configured(alone, num_assistant_tokens_schedule="constant"):
-        assert torch.equal(texts(target, alone, 1, GREEDY)[0], texts(target, None, 1, GREEDY)[0])
-    assert alone.stats is not None
-    assert (alone.stats.loop, alone.stats.drafted, alone.stats.rounds) == ("own", 0, 59)
+    with configured(NoDrafter(target_of("llama")), num_assistant_tokens_schedule="constant") as alone:
+        stats = assert_plain(alone, 1, GREEDY)
+    assert (stats.drafted, stats.rounds) == (0, 59)
 
 
 def test_a_cache_goes_from_turn_to_turn() -> None:
@@ -150,12 +135,11 @@ def test_a_cache_goes_from_turn_to_turn() -> None:
 def test_a_drafter_may_be_attached_beside_it() -> None:
     """Each has its own hold on the target; neither's figures are the other's."""
     target, drafter = target_of("llama"), drafter_of("llama")
-    alone = NoDrafter(target)
-    plain, _ = texts(target, None, 1, GREEDY)
-    assert torch.equal(texts(target, drafter, 1, GREEDY)[0], plain)
-    assert torch.equal(texts(target, alone, 1, GREEDY)[0], plain)
+    alone, prompt = NoDrafter(target), left_padded(random_prompts(1))
+    assert_same_text(target, drafter, prompt, **GREEDY)
+    assert_same_text(target, alone, prompt, **GREEDY)
     alone.detach()
-    assert torch.equal(texts(target, drafter, 1, GREEDY)[0], plain)
+    assert_same_text(target, drafter, prompt, **GREEDY)
 
 
 def test_no_hidden_states_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,22 +161,16 @@ def test_no_hidden_states_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_settings_of_a_drafter_are_refused(field: str, value: Any) -> None:
-    target = target_of("llama")
-    alone = NoDrafter(target)
+    alone = NoDrafter(target_of("llama"))
     with configured(alone, **{field: value}), pytest.raises(ConfigurationError, match="there is no drafter"):
-        texts(target, alone, 1, GREEDY)
+        assert_plain(alone, 1, GREEDY)
 
 
 def test_another_loops_reason_is_told() -> None:
-    target = target_of("llama")
-    alone = NoDrafter(target)
-    out, _ = texts(target, alone, 1, {**GREEDY, "cache_implementation": "static"})
-    assert torch.equal(out, texts(target, None, 1, GREEDY)[0])
-    assert alone.stats is not None
-    assert alone.stats.loop == "plain"
-    assert "StaticCache" in alone.stats.reason
+    alone, static = NoDrafter(target_of("llama")), {**GREEDY, "cache_implementation": "static"}
+    assert "StaticCache" in assert_plain(alone, 1, static, loop="plain").reason
     with configured(alone, speculation_loop="own"), pytest.raises(UnsupportedGenerationError, match="StaticCache"):
-        texts(target, alone, 1, {**GREEDY, "cache_implementation": "static"})
+        assert_plain(alone, 1, static)
 
 
 def test_what_is_no_causal_model_is_refused() -> None:
@@ -201,8 +179,6 @@ def test_what_is_no_causal_model_is_refused() -> None:
 
 
 def test_memory_that_runs_out_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = target_of("llama")
-    alone, plain = NoDrafter(target), texts(target, None, 1, GREEDY)[0]
     verify, failures = decoders.Round.verify, iter([20, 30])
     at, calls = [next(failures)], [0]
 
@@ -214,9 +190,7 @@ def test_memory_that_runs_out_costs_no_token(monkeypatch: pytest.MonkeyPatch) ->
         return verify(self, tree)
 
     monkeypatch.setattr(decoders.Round, "verify", scarce)
-    assert torch.equal(texts(target, alone, 1, GREEDY)[0], plain)
-    assert alone.stats is not None
-    assert sum(alone.stats.memory_steps.values()) == 2
+    assert sum(assert_plain(NoDrafter(target_of("llama")), 1, GREEDY).memory_steps.values()) == 2
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
@@ -231,22 +205,18 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.thorough(every=2)
 def test_forwards_are_captured(rows: int, how: dict[str, Any], recorder: Recorder) -> None:
-    target = random_target(CONFIGS["llama"]())
-    alone = NoDrafter(target)
+    alone = NoDrafter(random_target(CONFIGS["llama"]()))
     for _ in range(2):
-        assert_plain(target, alone, rows, how)
+        assert_helped(alone, rows, how)
     assert kinds(alone) == {"verify"}
     assert recorder.replayed > 20
 
 
 def test_single_tokens_are_captured(recorder: Recorder) -> None:
     """The baseline of every drafter: the model alone, by graphs."""
-    target = random_target(CONFIGS["llama"]())
-    alone = NoDrafter(target)
-    with configured(alone, num_assistant_tokens_schedule="constant"):
-        assert torch.equal(texts(target, alone, 1, GREEDY)[0], texts(target, None, 1, GREEDY)[0])
-    assert alone.stats is not None
-    assert (alone.stats.drafted, alone.stats.fallbacks) == (0, [])
+    with configured(NoDrafter(random_target(CONFIGS["llama"]())), num_assistant_tokens_schedule="constant") as alone:
+        stats = assert_plain(alone, 1, GREEDY)
+    assert (stats.drafted, stats.fallbacks) == (0, [])
     assert {key.size for key in Pair.of(alone).graphs.keys} == {1}
     assert recorder.replayed >= 55
 
@@ -257,13 +227,9 @@ def test_single_tokens_are_captured(recorder: Recorder) -> None:
 def test_steps_of_fixed_shape_write_the_plain_text(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What graphs for a CPU read, for every kind of target: blocks that are padded, buffers of a few lengths."""
     use_fixed_shapes_only(monkeypatch)
-    target = target_of(family)
-    alone = NoDrafter(target)
-    with configured(alone, acceleration="compile"):
-        assert torch.equal(texts(target, alone, rows, GREEDY)[0], texts(target, None, rows, GREEDY)[0])
+    with configured(NoDrafter(target_of(family)), acceleration="compile") as alone:
+        assert assert_plain(alone, rows, GREEDY).fallbacks == []
     assert kinds(alone) == {"verify"}
-    assert alone.stats is not None
-    assert alone.stats.fallbacks == []
 
 
 def test_graphs_are_kept_for_a_target_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -274,8 +240,7 @@ def test_graphs_are_kept_for_a_target_alone(monkeypatch: pytest.MonkeyPatch, tmp
     assert sorted((key.kind, key.size) for key in made) == [("verify", 1), ("verify", 8)]
     for how in (GREEDY, SAMPLING):
         later = NoDrafter(kept_target())
-        ours, plain = texts(kept_target(), later, 1, how), texts(kept_target(), None, 1, how)
-        assert all(map(torch.equal, ours, plain))
+        assert_plain(later, 1, how)
         assert {key.size for key in Pair.of(later).graphs.keys} == {1, 8}
 
 
@@ -284,7 +249,7 @@ def test_who_compiles_ahead_is_told_how_many_graphs_are_made(monkeypatch: pytest
     leave_the_compiler_out(monkeypatch)
     alone, told = NoDrafter(kept_target()), list[tuple[int, int]]()
     with compiling_ahead(alone, on_made=lambda made, of: told.append((made, of))) as ahead:
-        ahead.until_compiled(lambda: texts(kept_target(), alone, 1, GREEDY))
+        ahead.until_compiled(lambda: assert_plain(alone, 1, GREEDY))
     assert [made for made, _ in told] == [*range(1, len(ahead.made) + 1)]
     assert told[-1] == (len(ahead.made), len(ahead.made)) > (0, 0)
 
@@ -305,9 +270,5 @@ def test_a_benchmark_writes_it_by_graphs(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_states_are_not_stepped_by_graphs() -> None:
-    target = recurrent_target("qwen3_5_text")
-    alone = NoDrafter(target)
-    with configured(alone, acceleration="compile"):
-        assert torch.equal(texts(target, alone, 1, GREEDY)[0], texts(target, None, 1, GREEDY)[0])
-    assert alone.stats is not None
-    assert "recurrent states" in alone.stats.fallbacks[0]
+    with configured(NoDrafter(recurrent_target("qwen3_5_text")), acceleration="compile") as alone:
+        assert "recurrent states" in assert_plain(alone, 1, GREEDY).fallbacks[0]

@@ -16,8 +16,8 @@ from eagle31_hf.generate import hooks
 from helpers import (
     CONFIGS,
     SIZES,
+    assert_same_text,
     configured,
-    demo_tokenizer,
     drafter_of,
     left_padded,
     oracle_drafts,
@@ -28,6 +28,8 @@ from helpers import (
     seeded,
     target_of,
 )
+
+SHORT: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 
 
 def test_own_loop_is_the_first_choice() -> None:
@@ -118,8 +120,7 @@ def test_plain_fallback_says_why(case: str, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_cache_object_of_another_kind_falls_back() -> None:
-    target = target_of("llama")
-    cache = hf.StaticCache(config=target.config, max_cache_len=64)
+    cache = hf.StaticCache(config=target_of("llama").config, max_cache_len=64)
     out = greedy("llama", one(), assistant_model=drafter_of("llama"), past_key_values=cache)
     assert "StaticCache" in stats_of().reason
     assert torch.equal(out, greedy("llama", one()))
@@ -127,17 +128,11 @@ def test_a_cache_object_of_another_kind_falls_back() -> None:
 
 def test_a_target_without_trees_is_decoded_plainly() -> None:
     drafter = random_drafter(random_target(CONFIGS["llama"]()))
-    binding = drafter.binding
-    binding.tree_unsupported_reason = "the target failed the tree self-test (tried in a test)"
-    out = binding.model.generate(**one(), max_new_tokens=16, do_sample=False, assistant_model=drafter)
-    assert torch.equal(out, greedy("llama", one()))
-    assert drafter.stats is not None
-    assert drafter.stats.loop == "plain"
-    assert "tree self-test" in drafter.stats.reason
-    batch = left_padded(prompts_for("llama", 3))
-    out = binding.model.generate(**batch, max_new_tokens=16, do_sample=False, assistant_model=drafter, pad_token_id=0)
-    assert torch.equal(out, greedy("llama", batch))
-    assert drafter.stats.loop == "plain"
+    drafter.binding.tree_unsupported_reason = "the target failed the tree self-test (tried in a test)"
+    for rows in (1, 3):
+        inputs = left_padded(prompts_for("llama", rows))
+        assert_same_text(drafter.binding.model, drafter, inputs, loop="plain", **SHORT)
+        assert "tree self-test" in drafter.stats.reason
 
 
 class Never(hf.StoppingCriteria):
@@ -150,67 +145,31 @@ class Pass(hf.LogitsProcessor):
         return scores
 
 
-class Favouring(hf.LogitsProcessor):
-    """Likes what its prefix makes it like, and keeps what it was shown."""
-
-    def __init__(self) -> None:
-        self.shown: list[list[int]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.shown += input_ids.tolist()
-        liked = input_ids.sum(1, keepdim=True) % scores.shape[1]
-        return scores.scatter_add(1, liked, torch.full(liked.shape, 3.0))
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_processors_of_prefixes_are_shown_the_text_alone(do_sample: bool) -> None:
-    """Of a tree only the nodes that the text passes are processed, one after the other."""
-    inputs, length = one(), one()["input_ids"].shape[1]
-    plain = greedy("llama", inputs, logits_processor=[Favouring()], max_new_tokens=30)
-    shown = Favouring()
-    how = {"logits_processor": [shown], "do_sample": do_sample, "max_new_tokens": 30}
-    shape = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 12}
-    with configured(drafter_of("llama"), **shape) as eagle, oracle_drafts(plain, length):
-        text = greedy("llama", inputs, assistant_model=eagle, **how)[0].tolist()
-    assert stats_of().loop == "own"
-    within = [prefix for prefix in shown.shown if len(prefix) < len(text)]
-    assert within == [text[:end] for end in range(length, len(text))]
-    if not do_sample:
-        assert text == plain[0].tolist()
-        assert stats_of().rounds < 25, "drafts were accepted"
-
-
-REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
-    "own_criteria": ("own", 3, {"stopping_criteria": [Never()]}, "Never"),
-    "own_static": ("own", 1, {"cache_implementation": "static"}, "StaticCache"),
-    "own_hidden": ("own", 1, {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-    "own_unknown_processor": ("own", 3, {"logits_processor": [Pass()]}, "Pass"),
+REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
+    "criteria": (3, {"stopping_criteria": [Never()]}, "Never"),
+    "static": (1, {"cache_implementation": "static"}, "StaticCache"),
+    "hidden": (1, {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+    "unknown_processor": (3, {"logits_processor": [Pass()]}, "Pass"),
 }
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_loop_asked_for_by_name_refuses_what_it_cannot_do(case: str) -> None:
-    loop, rows, kwargs, word = REFUSED[case]
-    name = "demo-target" if "stop_strings" in kwargs else "llama"
-    if "stop_strings" in kwargs:
-        kwargs = kwargs | {"tokenizer": demo_tokenizer()}
-    inputs = left_padded(prompts_for(name, rows))
-    refusal = pytest.raises(UnsupportedGenerationError, match=f"speculation_loop='{loop}'")
-    with configured(drafter_of(name), speculation_loop=loop) as drafter, refusal as caught:
-        greedy(name, inputs, assistant_model=drafter, **kwargs)
+def test_our_loop_asked_for_by_name_refuses_what_it_cannot_do(case: str) -> None:
+    rows, kwargs, word = REFUSED[case]
+    inputs = left_padded(prompts_for("llama", rows))
+    refusal = pytest.raises(UnsupportedGenerationError, match=r"speculation_loop='own'.*auto")
+    with configured(drafter_of("llama"), speculation_loop="own") as drafter, refusal as caught:
+        greedy("llama", inputs, assistant_model=drafter, **kwargs)
     assert word in str(caught.value)
-    assert "auto" in str(caught.value), "says what to do"
 
 
 @pytest.mark.contract
 def test_prompt_that_ends_with_end_of_sequence() -> None:
     inputs = one()
-    kwargs = {"eos_token_id": int(inputs["input_ids"][0, -1])}
-    plain = greedy("llama", inputs, **kwargs)
-    assert plain.shape[1] > inputs["input_ids"].shape[1]
-    drafter = drafter_of("llama")
-    assert torch.equal(greedy("llama", inputs, assistant_model=drafter, **kwargs), plain)
+    last = int(inputs["input_ids"][0, -1])
+    text = assert_same_text(target_of("llama"), drafter_of("llama"), inputs, eos_token_id=last, **SHORT)
+    assert text.shape[1] > inputs["input_ids"].shape[1]
 
 
 def test_ensemble_weight_is_refused() -> None:
@@ -219,23 +178,12 @@ def test_ensemble_weight_is_refused() -> None:
 
 
 @pytest.mark.contract
-def test_pads_on_the_right_are_decoded_plainly() -> None:
-    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]])
-    for mask in ([[1, 1, 1, 1], [1, 1, 0, 0]], [[1, 1, 1, 1], [1, 0, 1, 1]], [[1, 1, 1, 1], [0, 0, 0, 0]]):
-        inputs = {"input_ids": ids, "attention_mask": torch.tensor(mask)}
-        assert torch.equal(greedy("llama", inputs, assistant_model=drafter_of("llama")), greedy("llama", inputs))
-        assert stats_of().loop == "plain"
-        assert "left" in stats_of().reason
-
-
-@pytest.mark.contract
 def test_masks_of_another_length_than_the_prompt() -> None:
     """A longer one moves the text's positions; a shorter one is plain's error before ours could be silent."""
     inputs, drafter = one(), drafter_of("llama")
     mask = inputs["attention_mask"]
     for wide in (torch.cat((mask, mask), 1), torch.cat((0 * mask, mask), 1)):
-        longer = inputs | {"attention_mask": wide}
-        assert torch.equal(greedy("llama", longer, assistant_model=drafter), greedy("llama", longer))
+        assert_same_text(target_of("llama"), drafter, inputs | {"attention_mask": wide}, loop="plain", **SHORT)
         assert "mask is longer" in stats_of().reason
     for short in (mask[:, 2:], torch.cat((0 * mask[:, :1], mask[:, 3:]), 1)):
         with pytest.raises(UnsupportedGenerationError, match="attention mask covers"):
@@ -251,39 +199,20 @@ def test_layers_that_keep_more_than_keys_and_values_are_decoded_plainly() -> Non
         n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8,
         qk_rope_head_dim=4, v_head_dim=8, index_topk=6, index_n_heads=2, index_head_dim=8,
     )  # fmt: skip
-    model = random_target(config)
-    drafter = random_drafter(model, aux_layers=[1, 2, 4])
-    for seed in range(3):
-        inputs = left_padded(random_prompts(1, seed=seed))
-        text = model.generate(**inputs, do_sample=False, max_new_tokens=16)
-        assert torch.equal(text, model.generate(**inputs, do_sample=False, max_new_tokens=16, assistant_model=drafter))
-        assert drafter.stats is not None
-        assert drafter.stats.loop == "plain"
-        assert "layers of kind" in drafter.stats.reason
+    drafter = random_drafter(random_target(config), aux_layers=[1, 2, 4])
+    assert_same_text(drafter.binding.model, drafter, left_padded(random_prompts(1)), loop="plain", **SHORT)
+    assert "layers of kind" in drafter.stats.reason
 
 
-def right(mask: Tensor) -> None:
-    mask[1, 5:] = 0
-
-
-def hole(mask: Tensor) -> None:
-    mask[0, 3] = 0
-
-
-def empty(mask: Tensor) -> None:
-    mask[1] = 0
-
-
-@pytest.mark.parametrize("spoil", [right, hole, empty])
-def test_rows_that_are_not_padded_on_the_left_are_decoded_plainly(spoil: Any) -> None:
+@pytest.mark.contract
+@pytest.mark.parametrize("masked", [(1, slice(5, None)), (0, 3), (1, slice(None))], ids=["right", "hole", "empty"])
+def test_rows_that_are_not_padded_on_the_left_are_decoded_plainly(masked: Any) -> None:
     with seeded(3):
         ids = torch.randint(2, 96, (2, 9))
     mask = torch.ones_like(ids)
-    spoil(mask)
+    mask[masked] = 0
     inputs = {"input_ids": ids, "attention_mask": mask}
-    drafter = drafter_of("llama")
-    assert torch.equal(greedy("llama", inputs), greedy("llama", inputs, assistant_model=drafter))
-    assert stats_of().loop == "plain"
+    assert_same_text(target_of("llama"), drafter_of("llama"), inputs, loop="plain", **SHORT)
     assert "pads behind or between tokens" in stats_of().reason
 
 
@@ -293,12 +222,7 @@ def test_batches_that_a_target_cannot_verify_are_decoded_plainly() -> None:
         vocab_size=96, d_model=64, ffn_dim=96, num_layers=4, attention_heads=4, max_position_embeddings=128,
         init_std=0.15, bos_token_id=1, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    model = random_target(config)
-    drafter = random_drafter(model, aux_layers=[1, 2, 3])
+    drafter = random_drafter(random_target(config), aux_layers=[1, 2, 3])
     for rows, loop in ((1, "own"), (3, "plain")):
-        inputs = left_padded(random_prompts(rows))
-        text = model.generate(**inputs, do_sample=False, max_new_tokens=10)
-        assert torch.equal(text, model.generate(**inputs, do_sample=False, max_new_tokens=10, assistant_model=drafter))
-        assert drafter.stats is not None
-        assert drafter.stats.loop == loop
+        assert_same_text(drafter.binding.model, drafter, left_padded(random_prompts(rows)), loop=loop, **SHORT)
         assert ("self-test of a batch" in drafter.stats.reason) == (rows > 1)
