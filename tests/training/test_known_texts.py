@@ -116,14 +116,6 @@ def test_processors_that_look_at_the_text_are_left_out(
     assert texts.warping.key == bare.warping.key
 
 
-def test_counts_are_those_of_the_rounds(drafter: Eagle31Drafter, prompts: list) -> None:
-    texts = write_texts(drafter.binding, prompts, 0.0, max_new_tokens=NEW_TOKENS)
-    found = rounds_of(drafter, texts, 3)
-    counts = Acceptance.of(found)
-    assert counts.rounds + counts.accepted == sum(text.num_rounds_tokens for text in texts.texts)
-    assert counts.drafted_at[0] >= counts.accepted_at[0] >= counts.accepted_at[-1] > 0
-
-
 def test_texts_end_where_the_target_ends_them(drafter: Eagle31Drafter, prompts: list) -> None:
     binding = drafter.binding
     texts = write_texts(binding, prompts, 0.0, max_new_tokens=NEW_TOKENS)

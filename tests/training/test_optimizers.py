@@ -19,7 +19,7 @@ def test_steps_are_those_of_torchs_muon(
     torch.manual_seed(0)
     monkeypatch.setattr(trainer, "quick_dtype", lambda *_: precision)
     ours, theirs, vector = (nn.Parameter(torch.zeros(each)) for each in (shape, shape, 8))
-    mine = MuonWithAdamW([ours], [vector], lr=0.1)
+    mine = MuonWithAdamW(nn.ParameterDict({"matrix": ours, "vector": vector}), lr=0.1)
     muon = torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0)
     for _ in range(3):
         gradient = torch.randn(shape)

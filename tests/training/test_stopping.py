@@ -60,26 +60,18 @@ def test_fresh_removes_what_a_run_has_left_and_nothing_else(out: Path) -> None:
     assert describe_kept(out) == ""
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_stopped_run_tells_what_it_has_kept(out: Path, number: int, raised: type[BaseException]) -> None:
+def test_a_stopped_run_tells_what_it_has_kept(out: Path, number: int, raised: type[BaseException], keeps: bool) -> None:
     interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    before = signal.getsignal(signal.SIGTERM)
-    written = io.StringIO()
-    console = Console(file=written)
-    with pytest.raises(raised), telling_what_is_kept(out, console, StopRequest(console)):
+    before, folder = signal.getsignal(signal.SIGTERM), out if keeps else out / "none"
+    console = Console(file=io.StringIO(), width=300)
+    with pytest.raises(raised), telling_what_is_kept(folder, console, StopRequest(console)):
         signal.raise_signal(number)
     signal.signal(signal.SIGINT, interrupted)
-    assert written.getvalue().startswith(f"stopped; kept in {out}: 2 self-written prompts")
-    assert "--resume" in written.getvalue()
+    kept = f"kept in {out}: 2 self-written prompts, 2 answers, stage1 up to step 1,500; go on with the same options and"
+    assert console.file.getvalue() == (f"stopped; {kept} --resume\n" if keeps else "stopped; nothing was kept yet\n")
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_run_that_has_kept_nothing_says_so(tmp_path: Path) -> None:
-    written = io.StringIO()
-    console = Console(file=written)
-    with pytest.raises(SystemExit), telling_what_is_kept(tmp_path, console, StopRequest(console)):
-        signal.raise_signal(signal.SIGTERM)
-    assert written.getvalue() == "stopped; nothing was kept yet\n"
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

@@ -124,20 +124,6 @@ def test_the_difference_to_the_best_is_judged_text_by_text(tmp_path: Path, last:
     assert state.best_global_step == 4
 
 
-def test_tensorboard_gets_the_figures(tmp_path: Path, monkeypatch) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from transformers.integrations import TensorBoardCallback
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    trainer = make_trainer(tmp_path, steps=2)
-    trainer.add_callback(TensorBoardCallback)
-    trainer.train()
-    events = EventAccumulator(str(next((tmp_path / "board").rglob("events*")).parent))
-    events.Reload()
-    assert {"train/loss", "train/accuracy_step_0", "train/loss_step_2"} <= set(events.Tags()["scalars"])
-
-
 def test_a_log_file_is_told_how_far_training_is(tmp_path: Path) -> None:
     written = io.StringIO()
     trainer = make_trainer(tmp_path, steps=3)

@@ -30,14 +30,19 @@ from eagle31_hf.training.train import train_drafter
 from warm_processes import finish, start_group
 
 
+def write_rows(folder: Path) -> Path:
+    rows = folder / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(10)))
+    return rows
+
+
 @pytest.mark.slow
 def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine that computes in float32; the drafter is stored as its target is."""
     monkeypatch.setattr(loading, "quick_dtype", lambda stored, device: torch.float32)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(10)))
+    rows = write_rows(tmp_path)
     told = TrainingSettings(
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", regenerate="last", max_new_tokens=10,
         max_length=48, draft_vocab_size=256, max_steps=2, eval_steps=1, batch_rows=2, device="cpu", license="mit",
@@ -73,11 +78,31 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     assert (told.out / "model.safetensors").read_bytes() == weights
 
 
+def test_a_run_has_as_many_steps_as_its_minutes_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that stands still and steps of two seconds; a resumed run keeps its steps."""
+    monkeypatch.setattr(loading, "quick_dtype", lambda stored, device: torch.float32)
+    monkeypatch.setattr(train.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(train, "time_step", lambda *_, **__: 2.0)
+    monkeypatch.setattr(train, "time_measurement", lambda *_: 1.0)
+    rows = write_rows(tmp_path)
+    told = TrainingSettings(
+        target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", regenerate="none", minutes=0.13,
+        max_length=48, draft_vocab_size=256, batch_rows=1, device="cpu",
+    )  # fmt: skip
+    with pytest.raises(TrainingError, match=r"0\.0 of the minutes are left .* take 0\.1; give more minutes"):
+        train_drafter(replace(told, minutes=0.04))
+    report = train_drafter(told)
+    assert [(stage.name, stage.steps) for stage in report.stages] == [("stage1", 3)]  # and a measurement: 7 of 7.8 s
+    resumed = train_drafter(replace(told, minutes=0.5, resume=True))
+    assert resumed.plan.steps == 3
+
+
 def test_a_run_that_cannot_be_resumed_or_makes_no_sense(tmp_path: Path) -> None:
     told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path / "none", resume=True)
     with pytest.raises(TrainingError, match="nothing to resume"):
         train_drafter(told)
     senseless = {"stage": "3"}, {"stage": "both"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}
+    senseless += {"minutes": 0.0}, {"minutes": 8.0, "max_steps": 5}
     for wrong in (*senseless, {"resume": True, "fresh": True}, {"dtype": "fp64"}, {"device": "gpu"}):
         with pytest.raises(ConfigurationError):
             train_drafter(replace(told, **wrong))
@@ -136,8 +161,7 @@ def joint_run(rows: str, out: str, batch_rows: int) -> None:
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_two_processes_write_and_train_as_one(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(10)))
+    rows = write_rows(tmp_path)
     joint_run(str(rows), str(tmp_path / "1"), batch_rows=2)
     for process in start_group(2, joint_run, str(rows), str(tmp_path / "2"), 1, log=tmp_path / "log"):
         assert finish(process) == 0, [log.read_text()[-3000:] for log in tmp_path.glob("log.*")]

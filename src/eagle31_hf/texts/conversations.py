@@ -28,9 +28,6 @@ def read_conversations(
         sources: read in order. Ids that two files have in common are told apart by the second one's name.
         limit: most rows per source.
         on_empty: told where a row without any text stands; it is left out.
-
-    Raises:
-        TrainingError: nothing is there, or a row cannot be understood; the message names file and line.
     """
     found: dict[str, Conversation] = {}
     origins: dict[str, str] = {}  # of each id
@@ -99,11 +96,7 @@ def _tables(source: str) -> Iterator[tuple[str, str, _Rows]]:
 
 
 def file_rows(file: Path) -> _Rows:
-    """Number, place and content of each row: one a line, the items of one list, or the lines of a table.
-
-    Raises:
-        TrainingError: it is no UTF-8 text or no JSON; the message names the line.
-    """
+    """Number, place and content of each row: one a line, the items of one list, or the lines of a table."""
     is_first = True
     try:
         if file.suffix in TABLES:

@@ -62,10 +62,6 @@ def read_prompts(sources: Sequence[str], limit: int | None = None) -> list[Promp
         sources: `[NAME=]FILE` or `[NAME=]ORG/DATASET[:CONFIG[:SPLIT]]`. The name is the suite; `mt-bench` takes the
             first 80 rows. Without one, the file's or data set's name.
         limit: most prompts of each source, taken evenly over its rows so that every category is met.
-
-    Raises:
-        ConfigurationError: a file cannot be read, a row holds no prompt, an id stands twice, or a row is one of
-            SPEED-Bench's placeholders.
     """
     prompts = [prompt for source in sources for prompt in _read_source(source, limit)]
     twice = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
@@ -155,11 +151,7 @@ def _prompt(row: Any, suite: str, where: str) -> Prompt:
 
 
 def _asked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Messages up to the user's last one, or the first that goes unanswered.
-
-    Raises:
-        ValueError: there is no word of the user's.
-    """
+    """Messages up to the user's last one, or the first that goes unanswered."""
     users = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if not users or not all(messages[place]["content"].strip() for place in users):
         raise ValueError("no words")

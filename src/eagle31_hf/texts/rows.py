@@ -75,11 +75,7 @@ class Conversation:
 
 
 def conversation_from_row(row: Any, *, where: str, fallback_id: str, category: str) -> Conversation:
-    """One row as a conversation; see the module's docstring for the forms.
-
-    Raises:
-        TrainingError: the row has none of them; the message begins with `where`.
-    """
+    """One row as a conversation; see the module's docstring for the forms."""
     if not isinstance(row, dict):
         raise TrainingError(f"{where}: a row is {type(row).__name__}; wanted an object with messages")
     messages = _messages_of(row, where)

@@ -71,9 +71,6 @@ def render_documents(
     Args:
         learns_all: every token is learned, not only what the assistant wrote: a drafter for a small target has too few
             of these.
-
-    Raises:
-        TrainingError: a conversation cannot be rendered, the message names it; or nothing is left.
     """
     kept: list[Document] = []
     truncated = unsupervised = rewritten = 0
@@ -105,9 +102,6 @@ def render_turns(
 
     An assistant turn is what the rendering gains by it over the generation prompt. If the target wrote the last turn,
     its own ids are used, since its text may tokenise differently. Turns of weight 0 are never learned.
-
-    Raises:
-        TrainingError: the template renders no assistant turn of it, or fails.
     """
     if is_plain(tokenizer, conversation):
         return [_render_plain(tokenizer, conversation, learns_all=learns_all)]
@@ -148,11 +142,7 @@ def render_turns(
 
 
 def is_plain(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> bool:
-    """Text without roles, or a lone prompt for a target without a chat template (a base model), which continues it.
-
-    Raises:
-        TrainingError: the conversation needs a template and there is none.
-    """
+    """Text without roles, or a lone prompt for a target without a chat template (a base model), which continues it."""
     if conversation.is_text:
         return True
     if tokenizer.chat_template:
@@ -192,9 +182,6 @@ def prompt_ids(
 
     Args:
         messages: those of the conversation that come before.
-
-    Raises:
-        TrainingError: the template refuses the messages; the row is named.
     """
     if is_plain(tokenizer, conversation):
         return _plain_ids(tokenizer, conversation, opening=True)
@@ -313,11 +300,7 @@ def collate(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def count_supervised(documents: Iterable[Document], vocab_size: int) -> Tensor:
-    """How often each target id is supervised, `(V,)` int64.
-
-    Raises:
-        TrainingError: a document holds an id the target does not have.
-    """
+    """How often each target id is supervised, `(V,)` int64."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for document in documents:
         ids = torch.tensor(document.input_ids)[torch.tensor(document.loss_mask)]
@@ -334,9 +317,6 @@ def build_vocabulary(counts: Tensor, size: int) -> Tensor:
     """`(size,)` the most frequent ids of `counts (V,)`, ascending (ties and never-seen ids: the lower id first).
 
     Row `i` of the draft head stands for the `i`-th of them, as in EAGLE-3's scripts (reference §1.3).
-
-    Raises:
-        ConfigurationError: `size` is not between 1 and `V`.
     """
     vocab_size = len(counts)
     if not 1 <= size <= vocab_size:

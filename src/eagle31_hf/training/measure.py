@@ -50,11 +50,7 @@ class EvaluationPrompt:
 def evaluation_prompts(
     conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase
 ) -> list[EvaluationPrompt]:
-    """Each conversation up to its last user message no later than `LAST_MESSAGE`.
-
-    Raises:
-        TrainingError: a conversation has no user message so early, or the template refuses it.
-    """
+    """Each conversation up to its last user message no later than `LAST_MESSAGE`."""
     prompts = []
     for conversation in conversations:
         messages = conversation.messages if conversation.is_text else context_of(conversation)
@@ -161,9 +157,6 @@ def write_texts(
     Args:
         binding: of the target; its drafter's layers are kept.
         seed: of what is drawn.
-
-    Raises:
-        ConfigurationError: nothing was written behind any prompt.
     """
     ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))  # so that little of a batch is padding
     texts: list[KnownText] = []

@@ -56,11 +56,7 @@ class Preparation:
         self.processes = PartialState(cpu=target.device.type == "cpu", timeout=timedelta(days=1))
 
     def read_texts(self) -> tuple[Documents, list[EvaluationPrompt]]:
-        """Documents to train on and prompts to measure on; says what was left out and why.
-
-        Raises:
-            TrainingError: a row or file is unusable; it is named.
-        """
+        """Documents to train on and prompts to measure on; says what was left out and why."""
         settings = self.settings
         conversations = self._read_prompts()
         if settings.held_out:
@@ -172,11 +168,7 @@ def _split(conversations: list[Conversation], seed: int) -> tuple[list[Conversat
 
 
 def load_target(settings: TrainingSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The frozen target, quantised as it will be served, and its tokenizer.
-
-    Raises:
-        CheckpointNotFoundError, IncompatibleTargetError, ConfigurationError: it cannot be rows or loaded.
-    """
+    """The frozen target, quantised as it will be served, and its tokenizer."""
     device = best_kind() if settings.device == "auto" else settings.device
     quantization = None if settings.quantization is None else packing_config(settings.quantization, torch.bfloat16)
     target, tokenizer = load_pretrained(

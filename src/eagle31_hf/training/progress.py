@@ -121,11 +121,7 @@ class LiveProgress(TrainerCallback):
 
 
 def open_folder(settings: TrainingSettings, console: Console) -> None:
-    """Say what a resumed run finds in its folder, remove what a fresh one is to forget.
-
-    Raises:
-        TrainingError: an earlier run lies there, and the settings say neither; or there is nothing to resume.
-    """
+    """Say what a resumed run finds in its folder, remove what a fresh one is to forget."""
     out, kept = settings.out, describe_kept(settings.out)
     if settings.resume and not out.is_dir():
         raise TrainingError(f"nothing to resume: there is no folder {out}; start without resume")
@@ -216,11 +212,7 @@ class StopRequest(TrainerCallback):
 
 @contextmanager
 def telling_what_is_kept(out: Path, console: Console, stop: StopRequest) -> Iterator[None]:
-    """Within, SIGTERM and Ctrl-C go to `stop`, and a run that they end says what it has kept.
-
-    Raises:
-        SystemExit: SIGTERM came; its code is 128 and the signal's number, as shells count.
-    """
+    """Within, SIGTERM and Ctrl-C go to `stop`, and a run that they end says what it has kept."""
     listens = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     if listens:

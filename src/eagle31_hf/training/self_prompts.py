@@ -56,11 +56,7 @@ MOST_TOKENS = 72
 
 
 def self_prompt_count(source: str) -> int | None:
-    """How many prompts `self` or `self:N` asks for; `None` if the source is another.
-
-    Raises:
-        ConfigurationError: what follows `self:` is no positive number.
-    """
+    """How many prompts `self` or `self:N` asks for; `None` if the source is another."""
     name, _, count = source.partition(":")
     if name != SOURCE:
         return None
@@ -72,11 +68,7 @@ def self_prompt_count(source: str) -> int | None:
 
 
 def user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None) -> tuple[str, str]:
-    """What the template puts before and after a user's first words; one that knows no system prompt is asked without.
-
-    Raises:
-        TrainingError: there is no chat template, it refuses a user message, or does not show it.
-    """
+    """What the template puts before and after a user's first words, without a system prompt where it refuses one."""
     if not tokenizer.chat_template:
         raise TrainingError(
             "the target's tokenizer has no chat template, so the target cannot be asked to write prompts; name a JSONL "
@@ -114,10 +106,6 @@ def write_prompts(
     Args:
         write_rows: most prompts written at a time.
         seed: of all draws.
-
-    Raises:
-        TrainingError: the tokenizer has no chat template, `path` was written with other settings, or the target writes
-            nothing more that can be used.
     """
     header = {"max_new_tokens": max_new_tokens, "seed": seed, "temperatures": [*TEMPERATURES]}
     kept = read_whole_lines(path, header | {"target": place_of(target)})

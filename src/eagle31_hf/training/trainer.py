@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ class DistillationTrainer(Trainer):
             eval_dataset=list(known) or None,
             data_collator=collate,
             callbacks=callbacks,
+            optimizers=(MuonWithAdamW(model, lr=args.learning_rate), None),
         )
 
     # --- loss ----------------------------------------------------------------------------------------------------
@@ -87,11 +89,7 @@ class DistillationTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The batch's share of the optimiser step's loss.
-
-        Raises:
-            TrainingError: it is NaN or infinite.
-        """
+        """The batch's share of the optimiser step's loss."""
         output: Losses = model(**inputs)
         # DDP averages gradients over processes; the divisor already counts all of them.
         loss = output.loss * self.accelerator.num_processes / num_items_in_batch
@@ -121,13 +119,6 @@ class DistillationTrainer(Trainer):
             logs.update({name: value / batches for name, value in self._running.items()})
             self._running.clear()
         super().log(logs, start_time)
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Muon on matrices, AdamW on the rest."""
-        if self.optimizer is None:
-            trained = self.model if model is None else model
-            self.optimizer = make_optimizer(trained, self.args.learning_rate)
-        return self.optimizer
 
     # --- acceptance ----------------------------------------------------------------------------------------------
 
@@ -164,11 +155,7 @@ class DistillationTrainer(Trainer):
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As `Trainer`.
-
-        Raises:
-            TrainingError: it cannot be written, for want of disk most often; earlier ones stay.
-        """
+        """As `Trainer`."""
         try:
             super()._save_checkpoint(model, trial)
         except TrainingError:
@@ -180,11 +167,7 @@ class DistillationTrainer(Trainer):
             ) from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """The drafter in the published layout, at training precision.
-
-        Raises:
-            TrainingError: its weights are NaN or infinite; earlier checkpoints stay.
-        """
+        """The drafter in the published layout, at training precision."""
         assert state_dict is None, "a drafter is never sharded: every process holds all of it"
         try:
             write_checkpoint(self.model.drafter.to_checkpoint(), Path(output_dir or str(self.args.output_dir)))
@@ -226,12 +209,7 @@ def by_category(rounds: Sequence[TextRounds]) -> dict[str, Acceptance]:
 
 @torch.no_grad()
 def copy_weights(folder: Path, drafter: Eagle31Drafter) -> None:
-    """Load the checkpoint in `folder` into the drafter's own parameters, which an optimiser may hold.
-
-    Raises:
-        CheckpointError: it cannot be read.
-        TrainingError: it is another drafter's; nothing was loaded.
-    """
+    """Load the checkpoint in `folder` into the drafter's own parameters, which an optimiser may hold."""
     stored = read_checkpoint(folder).tensors
     own = drafter.canonical_tensors()
     differing = sorted(
@@ -283,12 +261,16 @@ class MuonWithAdamW(torch.optim.AdamW):
     of the embedded pair's drafter, of which 0.09 to 0.15 s are left.
 
     Args:
+        drafter: whose trainable parameters are stepped.
         lr: of AdamW, a tenth of Muon's.
     """
 
-    def __init__(self, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter], *, lr: float):
-        groups = [{"params": list(matrices), "lr": 10 * lr}, {"params": list(others), "lr": lr}]
-        super().__init__(groups, lr=lr, betas=ADAM_BETAS, weight_decay=0.0)
+    def __init__(self, drafter: nn.Module, *, lr: float):
+        trained = [(name, each) for name, each in drafter.named_parameters() if each.requires_grad]
+        is_matrix = {name: each.ndim == 2 and not re.search("lm_head|embed_tokens", name) for name, each in trained}
+        matrices = {"params": [each for name, each in trained if is_matrix[name]], "lr": 10 * lr}
+        rest = {"params": [each for name, each in trained if not is_matrix[name]], "lr": lr}
+        super().__init__([matrices, rest], lr=lr, betas=ADAM_BETAS, weight_decay=0.0)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -322,18 +304,3 @@ def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if is_tall else x).to(matrix.dtype)
-
-
-def make_optimizer(drafter: nn.Module, lr: float) -> MuonWithAdamW:
-    """The optimiser of the drafter's trainable parameters.
-
-    Args:
-        lr: of AdamW, a tenth of Muon's.
-    """
-    named = [(key, parameter) for key, parameter in drafter.named_parameters() if parameter.requires_grad]
-    matrices = {
-        key: parameter
-        for key, parameter in named
-        if parameter.ndim == 2 and "lm_head" not in key and "embed_tokens" not in key
-    }
-    return MuonWithAdamW(matrices.values(), [parameter for key, parameter in named if key not in matrices], lr=lr)

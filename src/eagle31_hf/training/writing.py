@@ -134,9 +134,6 @@ def regenerate(
 
     Args:
         settings: resolved.
-
-    Raises:
-        TrainingError: too little disk, `path` was written with other settings, or a row cannot be rendered.
     """
     header = {
         "turns": settings.regenerate,
@@ -334,9 +331,6 @@ def read_whole_lines(path: Path, header: dict[str, Any], *, identity: str = "id"
 
     Args:
         identity: a field that every row has.
-
-    Raises:
-        TrainingError: `path` was written with another `header`, or holds a line that cannot be read.
     """
     notes = settings_beside(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -379,11 +373,7 @@ def append_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def require_disk(folder: Path, needed_bytes: int, purpose: str) -> None:
-    """Refuse before writing what will not fit.
-
-    Raises:
-        TrainingError: the disk has too little room; both figures are named.
-    """
+    """Refuse before writing what will not fit."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed_bytes:
