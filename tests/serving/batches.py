@@ -1,4 +1,4 @@
-"""Texts for a `Batch` without the engine around it."""
+"""Texts for a `Batch` without the engine around it, and what `generate` writes in their place."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ from typing import Any
 
 import torch
 import transformers as hf
-from torch import Tensor
 
 from eagle31_hf.serving.batch import Batch, Row
-from eagle31_hf.serving.rows import TokenChooser, choose_as_generate
+from eagle31_hf.serving.rows import choose_as_generate
 from eagle31_hf.serving.text import Request, Sampling, Writer
-from helpers import demo_tokenizer
+from helpers import demo_tokenizer, seeded
 
 PIECE = 8
-
-
-def chosen(request: Request, target: Any = None) -> TokenChooser:
-    """As `target` would choose, or any whose generation config says nothing."""
-    return choose_as_generate(target or _says_nothing(), request, device=torch.device("cpu"))
+GREEDY = Sampling(temperature=0)
 
 
 @cache
@@ -31,16 +26,23 @@ def _says_nothing() -> Any:
         )
 
 
-def text_of(prompt: list[int], new_tokens: int, sampling: Sampling | None = None) -> Row:
-    request = Request(tuple(prompt), new_tokens, sampling or Sampling(temperature=0), ignore_eos=True)
-    writer = Writer(demo_tokenizer(), request, frozenset())
-    return Row(request, writer, chosen(request))
+def text_of(prompt: Sequence[int], new_tokens: int, sampling: Sampling = GREEDY, target: Any = None) -> Row:
+    """A text that does not end by itself, chosen as by `target`, or by any whose generation config says nothing."""
+    request = Request(tuple(prompt), new_tokens, sampling, ignore_eos=True)
+    chooser = choose_as_generate(target or _says_nothing(), request, device=torch.device("cpu"))
+    return Row(request, Writer(demo_tokenizer(), request, frozenset()), chooser)
 
 
-def plain(target: Any, prompt: list[int], new_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    options = {"do_sample": False, "max_new_tokens": new_tokens, "pad_token_id": 0}
-    written: Tensor = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+def plain(target: Any, prompt: Sequence[int], new_tokens: int, sampling: Sampling = GREEDY, **kwargs: Any) -> list[int]:
+    """New tokens of `generate`, of the target alone unless there is an assistant among `kwargs`."""
+    ids, names = torch.tensor([list(prompt)]), ["repetition_penalty"]
+    names += ["temperature", "top_k", "top_p", "min_p"] if sampling.temperature else []
+    kwargs |= {name: value for name in names if (value := getattr(sampling, name)) is not None}
+    with seeded(sampling.seed or 0):
+        written = target.generate(
+            ids, attention_mask=torch.ones_like(ids), pad_token_id=0, eos_token_id=None, max_new_tokens=new_tokens,
+            do_sample=sampling.temperature != 0, **kwargs,
+        )  # fmt: skip
     return written[0, len(prompt) :].tolist()
 
 

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import chosen
+from batches import read_in_pieces, text_of, write_all
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.serving.batch import Batch
-from eagle31_hf.serving.rows import Row
-from eagle31_hf.serving.text import Request, Sampling, Writer
+from eagle31_hf.serving.text import Sampling
 from eagle31_hf.texts.chats import encode_chat
 from helpers import configured
 
 
 def ids_of(pair, number: int) -> list[int]:
     return encode_chat(pair.tokenizer, CONVERSATIONS[number % len(CONVERSATIONS)][:1])
-
-
-def start(pair, batch: Batch, prompt: list[int], new_tokens: int, sampling: Sampling) -> Row:
-    request = Request(tuple(prompt), new_tokens, sampling, ignore_eos=True)
-    writer = Writer(pair.tokenizer, request, frozenset())
-    text = Row(request, writer, chosen(request))
-    batch.read(batch.begin(text))
-    batch.join()
-    return text
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +42,8 @@ def test_texts_that_come_and_go_while_the_drafter_rests_are_its_own(pair, untrai
             batch = Batch(untrained, max_rows=2, context=256, prefill_chunk=32)
             texts[schedule] = []
             for number, length in enumerate(lengths):
-                while len(batch.texts) == 2:
-                    batch.round()
-                texts[schedule].append(start(pair, batch, ids_of(pair, number // 2), length, sampling))
-            while batch.texts:
-                batch.round()
+                texts[schedule].append(text_of(ids_of(pair, number // 2), length, sampling))
+            write_all(batch, texts[schedule])
         if schedule == "planned":
             assert batch.stats.skipped_rounds > batch.stats.passes / 2
             assert any(text.usage.cached_tokens for text in texts[schedule]), "a row was begun with another's caches"
@@ -67,10 +54,7 @@ def test_texts_that_come_and_go_while_the_drafter_rests_are_its_own(pair, untrai
 def test_drafts_that_are_right_go_on(pair) -> None:
     with configured(pair.drafter, num_assistant_tokens=5):
         batch = Batch(pair.drafter, max_rows=2, context=256, prefill_chunk=64)
-        for number in range(2):
-            start(pair, batch, ids_of(pair, number), 60, Sampling(temperature=0))
-        while batch.texts:
-            batch.round()
+        write_all(batch, [text_of(ids_of(pair, number), 60) for number in range(2)])
     assert batch.stats.skipped_rounds == 0
     assert batch.stats.acceptance_length > 2
 
@@ -78,8 +62,10 @@ def test_drafts_that_are_right_go_on(pair) -> None:
 def test_the_end_of_all_texts_cuts_a_draft(pair) -> None:
     with configured(pair.drafter, num_assistant_tokens=4):
         batch = Batch(pair.drafter, max_rows=2, context=256, prefill_chunk=64)
-        texts = [start(pair, batch, ids_of(pair, number), 2 + number, Sampling(temperature=0)) for number in range(2)]
+        texts = [text_of(ids_of(pair, number), 2 + number) for number in range(2)]
         with torch.inference_mode():
+            for text in texts:
+                read_in_pieces(batch, text, writing=False)
             batch.round()
         assert max(text.usage.drafted for text in texts) <= 2, "the longer one gets its last token from the target"
         plan = batch._plan(range(2), remaining=1)

@@ -2,26 +2,15 @@
 
 import pytest
 import torch
-from batches import chosen
+from batches import read_in_pieces, text_of
 
 from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair
 from eagle31_hf.cli.serve import READING_ROWS
 from eagle31_hf.memory.storage_counter import StorageCounter
 from eagle31_hf.serving.batch import Batch
-from eagle31_hf.serving.rows import Row
-from eagle31_hf.serving.text import Request, Sampling, Writer
 from peak_runs import StorageMeter
 
 ROWS, CONTEXT, NEW_TOKENS = 2, 1024, 16
-
-
-def start_text(pair, batch, prompt, new_tokens):
-    """Read a prompt, and let its text join."""
-    request = Request(tuple(prompt), new_tokens, Sampling(temperature=0), ignore_eos=True)
-    writer = Writer(pair.tokenizer, request, frozenset())
-    text = Row(request, writer, chosen(request))
-    batch.read(batch.begin(text))
-    batch.join()
 
 
 @torch.inference_mode()
@@ -30,7 +19,7 @@ def fill(pair, chunk):
     batch = Batch(pair.drafter, max_rows=ROWS, context=CONTEXT, prefill_chunk=chunk)
     for row in range(ROWS):
         ids = torch.randint(10, 8000, (CONTEXT - NEW_TOKENS,), generator=torch.manual_seed(row))
-        start_text(pair, batch, ids.tolist(), NEW_TOKENS)
+        read_in_pieces(batch, text_of(ids.tolist(), NEW_TOKENS), writing=False)
     while batch.texts:
         batch.round()
     return batch.num_bytes
@@ -47,7 +36,8 @@ def test_texts_that_come_and_go_leave_nothing_behind():
         for number in range(24):
             while len(batch.texts) == ROWS:
                 batch.round()
-            start_text(pair, batch, list(range(10, 40 + 7 * (number % 5))), 8 + number % 3)
+            text = text_of(range(10, 40 + 7 * (number % 5)), 8 + number % 3)
+            read_in_pieces(batch, text, writing=False)
             if number in (8, 23):
                 alive.append(counter.live_bytes)
     assert alive[0] == alive[1]

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from batches import plain, read_in_pieces, text_of, write_all
+from batches import GREEDY, plain, read_in_pieces, text_of, write_all
 from transformers import AutoTokenizer
 
 from eagle31_hf.cache import graph_sizes
@@ -59,7 +59,7 @@ def drafter() -> Eagle31Drafter:
     return made
 
 
-def new_texts(sampling: Sampling | None = None) -> list[Row]:
+def new_texts(sampling: Sampling = GREEDY) -> list[Row]:
     prompts = random_prompts(7, seed=3, longest=30)
     return [text_of(prompt, 9 + 5 * number, sampling) for number, prompt in enumerate(prompts)]
 
@@ -68,26 +68,23 @@ def batch_of(drafter: Eagle31Drafter) -> Batch:
     return Batch(drafter, max_rows=ROWS, context=96, prefill_chunk=16)
 
 
-def test_greedy_texts_are_plains(drafter: Eagle31Drafter, recorder: Recorder) -> None:
-    texts = new_texts()
-    wanted = [plain(target_of("llama"), list(text.request.prompt), 9 + 5 * n) for n, text in enumerate(texts)]
-    batch = batch_of(drafter)
+def test_greedy_texts_are_plains_and_what_was_recorded_serves_the_next(
+    drafter: Eagle31Drafter, recorder: Recorder
+) -> None:
+    batch, texts = batch_of(drafter), new_texts()
+    wanted = [plain(target_of("llama"), text.request.prompt, 9 + 5 * n) for n, text in enumerate(texts)]
     assert write_all(batch, texts) == wanted
-    assert recorder.replayed > 20
+    recorded, replayed = recorder.recorded, recorder.replayed
+    assert replayed > 20
+    assert write_all(batch, new_texts()) == wanted
+    assert recorder.recorded == recorded
+    assert recorder.replayed > replayed
     assert batch.stats.fallbacks == []
 
 
-def test_sampled_texts_are_those_of_eager_rounds(drafter: Eagle31Drafter, recorder: Recorder) -> None:
-    with configured(drafter, acceleration="eager"):
-        wanted = write_all(batch_of(drafter), new_texts(SAMPLED))
-    assert not recorder.recorded
-    assert write_all(batch_of(drafter), new_texts(SAMPLED)) == wanted
-    assert recorder.replayed > 20
-
-
-@pytest.mark.parametrize("sampling", [None, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.thorough(every=3)
-def test_rounds_of_texts_that_choose_alike_are_two_graphs(sampling: Sampling | None, recorder: Recorder) -> None:
+def test_rounds_of_texts_that_choose_alike_are_two_graphs(sampling: Sampling, recorder: Recorder) -> None:
     drafter, texts = drafter_of("demo-target"), [text_of(prompt, 40, sampling) for prompt in TOLD]
     Pair.of(drafter).graphs = None  # what another test recorded is not counted here
     with configured(drafter, num_assistant_tokens=3, num_assistant_tokens_schedule="constant"):
@@ -111,7 +108,7 @@ def test_rounds_of_texts_that_choose_alike_are_two_graphs(sampling: Sampling | N
     assert all(tokens == eager[: len(tokens)] for tokens, eager in zip(written, whole, strict=True))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_row_whose_scores_are_no_numbers_ends_alone(sampling: Sampling, recorder: Recorder) -> None:
     """What a graph goes on with behind a token that is none is nobody's."""
     target = random_target(CONFIGS["llama"]())
@@ -138,15 +135,6 @@ def test_a_row_whose_scores_are_no_numbers_ends_alone(sampling: Sampling, record
     assert "advance" in {key.kind for key in batch.graphs.keys if key.rows == ROWS}
 
 
-def test_what_was_recorded_serves_the_next_texts(drafter: Eagle31Drafter, recorder: Recorder) -> None:
-    batch = batch_of(drafter)
-    first = write_all(batch, new_texts())
-    recorded, replayed = recorder.recorded, recorder.replayed
-    assert write_all(batch, new_texts()) == first
-    assert recorder.recorded == recorded
-    assert recorder.replayed > replayed
-
-
 def test_more_rows_than_pay_are_eager(
     drafter: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,9 +147,11 @@ def test_more_rows_than_pay_are_eager(
     assert {key.rows for key in batch.graphs.keys} == {1}
 
 
-@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", ["gemma3", "mistral"])
-def test_targets_that_see_a_window_are_captured(family: str, sampling: Sampling | None, recorder: Recorder) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+def test_sampled_texts_and_windows_are_those_of_eager_rounds(
+    family: str, sampling: Sampling, recorder: Recorder
+) -> None:
     """Prompts and texts on both sides of the window, rows that come and go."""
     target = target_of(family)
     drafter = random_drafter(target, aux_layers=[1, 2, 4])
@@ -171,12 +161,12 @@ def test_targets_that_see_a_window_are_captured(family: str, sampling: Sampling 
         wanted = write_all(batch_of(drafter), new_texts(sampling))
     assert not recorder.recorded
     batch = batch_of(drafter)
-    assert batch.cache.has_windows
+    assert batch.cache.has_windows is (family != "llama")
     assert write_all(batch, new_texts(sampling)) == wanted
     assert recorder.replayed > 20
     assert "verify" in {key.kind for key in batch.graphs.keys}
     assert batch.stats.fallbacks == []
-    if sampling is None:
+    if sampling is GREEDY:
         alone = [plain(target, list(text.request.prompt), 9 + 5 * n) for n, text in enumerate(new_texts())]
         assert wanted == alone
 

@@ -85,41 +85,6 @@ def with_tools(pair):
         yield made.client()
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_function_that_has_to_be_called_is(with_tools, choice):
-    pytest.importorskip("llguidance")
-    told = chat(with_tools, tools=[WEATHER], tool_choice=choice).choices[0]
-    (call,) = told.message.tool_calls
-    assert told.finish_reason == "tool_calls"
-    assert told.message.content is None
-    assert call.function.name == "get_weather"
-    assert json.loads(call.function.arguments)["day"] in ("Saturday", "Sunday")
-    answered = [
-        *MESSAGES,
-        told.message.model_dump(exclude_none=True),
-        {"role": "tool", "tool_call_id": call.id, "content": "Sunny."},
-    ]
-    assert chat(with_tools, answered, tools=[WEATHER], tool_choice="none", max_tokens=8).choices[0].message.content
-
-
-def test_parameters_may_refer_to_their_own_definitions(with_tools):
-    """As pydantic writes them for an enum or a model within a model."""
-    pytest.importorskip("llguidance")
-    parameters = {
-        "type": "object",
-        "$defs": {"Unit": {"enum": ["c", "f"]}, "Place": {"$ref": "#/$defs/Unit"}},
-        "properties": {"unit": {"$ref": "#/$defs/Place"}},
-        "required": ["unit"],
-        "additionalProperties": False,
-    }
-    tool = {"type": "function", "function": {"name": "measure", "parameters": parameters}}
-    for tools in ([tool], [WEATHER, tool]):
-        named = {"type": "function", "function": {"name": "measure"}}
-        (call,) = chat(with_tools, tools=tools, tool_choice=named).choices[0].message.tool_calls
-        assert json.loads(call.function.arguments)["unit"] in ("c", "f")
-    assert chat(with_tools, tools=[WEATHER, tool], tool_choice="required").choices[0].message.tool_calls
-
-
 @pytest.mark.parametrize("before", ["I use <tool_call> now. ", "<tool_call>\n"])
 def test_a_mark_that_is_only_mentioned_takes_no_call_along(with_tools, before):
     pytest.importorskip("llguidance")
@@ -127,15 +92,6 @@ def test_a_mark_that_is_only_mentioned_takes_no_call_along(with_tools, before):
     told = chat(with_tools, tools=[WEATHER], extra_body={"structured_outputs": {"choice": [text]}}).choices[0].message
     assert [call.function.name for call in told.tool_calls] == ["get_weather"]
     assert told.content.strip() == before.strip()
-
-
-def test_a_streamed_call_is_a_call(with_tools):
-    pytest.importorskip("llguidance")
-    chunks = list(chat(with_tools, tools=[WEATHER], tool_choice="required", stream=True))
-    calls = [call for chunk in chunks for call in (chunk.choices[0].delta.tool_calls or [])]
-    assert [call.function.name for call in calls] == ["get_weather"]
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 
 def test_a_template_without_tools_says_so(client):

@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
-from batches import chosen
+from batches import plain, text_of, write_all
 
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.rows import Row
-from eagle31_hf.serving.text import Request, Sampling, Writer
+from eagle31_hf.serving.text import Sampling
 from eagle31_hf.texts.chats import encode_chat
-from helpers import configured, seeded
+from helpers import configured
 
 LENGTH = 5
 CHAINS = {"num_assistant_tokens": LENGTH, "num_assistant_tokens_schedule": "constant", "acceleration": "eager"}
@@ -27,32 +24,10 @@ def prompt_of(pair, number: int) -> list[int]:
 
 def write(pair, samplings: list[Sampling], *, rows: int) -> tuple[list[Row], Batch]:
     """One text for each, in a batch of so many rows that others join as there is room."""
-    batch, texts = Batch(pair.drafter, max_rows=rows, context=512, prefill_chunk=32), []
-    for number, sampling in enumerate(samplings):
-        while len(batch.texts) == rows:
-            batch.round()
-        prompt = prompt_of(pair, number)
-        request = Request(tuple(prompt), NEW_TOKENS, sampling, ignore_eos=True)
-        writer = Writer(pair.tokenizer, request, frozenset())
-        texts.append(Row(request, writer, chosen(request, pair.target)))
-        batch.read(batch.begin(texts[-1]))
-        batch.join()
-        batch.round()
-    while batch.texts:
-        batch.round()
+    batch = Batch(pair.drafter, max_rows=rows, context=512, prefill_chunk=32)
+    texts = [text_of(prompt_of(pair, n), NEW_TOKENS, each, pair.target) for n, each in enumerate(samplings)]
+    write_all(batch, texts)
     return texts, batch
-
-
-def generated(pair, number: int, sampling: Sampling, **kwargs: Any) -> list[int]:
-    """The new tokens by `generate`, without a drafter unless there is one among `kwargs`."""
-    ids = torch.tensor([prompt_of(pair, number)])
-    how: dict[str, Any] = {"do_sample": sampling.temperature != 0, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
-    names = ("temperature", "top_k", "top_p", "min_p") if sampling.temperature else ()
-    told = {name: getattr(sampling, name) for name in (*names, "repetition_penalty")}
-    how |= {name: value for name, value in told.items() if value is not None}
-    with seeded(sampling.seed or 0):
-        out = pair.target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **how, **kwargs)
-    return out[0, ids.shape[1] :].tolist()
 
 
 MIXED = [
@@ -66,19 +41,17 @@ MIXED = [
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
-@torch.inference_mode()
 @pytest.mark.thorough(every=4)
 def test_texts_in_a_crowd_are_those_of_generate(pair, rows: int) -> None:
     with configured(pair.drafter, **CHAINS):
         texts, batch = write(pair, MIXED, rows=rows)
     assert batch.stats.acceptance_length > 1.5, "drafts were accepted"
     for number, (text, sampling) in enumerate(zip(texts, MIXED, strict=True)):
-        assert text.writer.tokens == generated(pair, number, sampling), sampling
+        assert text.writer.tokens == plain(pair.target, prompt_of(pair, number), NEW_TOKENS, sampling), sampling
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@torch.inference_mode()
 @pytest.mark.thorough(every=2)
 def test_a_text_takes_as_few_rounds_as_by_generate(pair, temperature: float) -> None:
     """Counted: alone and with three others, by chains of the same length."""
@@ -86,7 +59,7 @@ def test_a_text_takes_as_few_rounds_as_by_generate(pair, temperature: float) -> 
     rounds = tokens = 0
     with configured(pair.drafter, **CHAINS, speculation_loop="own"):
         for number, sampling in enumerate(samplings):
-            generated(pair, number, sampling, assistant_model=pair.drafter)
+            plain(pair.target, prompt_of(pair, number), NEW_TOKENS, sampling, assistant_model=pair.drafter)
             rounds, tokens = rounds + pair.drafter.stats.rounds, tokens + pair.drafter.stats.new_tokens - 1
         for rows in (1, 4):
             texts, _ = write(pair, samplings, rows=rows)
@@ -94,7 +67,6 @@ def test_a_text_takes_as_few_rounds_as_by_generate(pair, temperature: float) -> 
             assert served >= 0.97 * tokens / rounds, rows
 
 
-@torch.inference_mode()
 def test_requests_without_a_seed_differ_and_are_drafted_alike(pair) -> None:
     with configured(pair.drafter, **CHAINS):
         texts, batch = write(pair, [Sampling(temperature=1.0)] * 2 * len(CONVERSATIONS), rows=4)

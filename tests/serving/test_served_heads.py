@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from batches import chosen, read_in_pieces
+from batches import plain, text_of, write_all
 from transformers import AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import target_path
 from eagle31_hf.sampling.logits_processing import sampling_options
 from eagle31_hf.serving.batch import Batch
-from eagle31_hf.serving.rows import Row
 from eagle31_hf.serving.session import ChatSession
-from eagle31_hf.serving.text import Request, Sampling, Writer
+from eagle31_hf.serving.text import Sampling
 from eagle31_hf.texts.chats import encode_chat
 from helpers import configured, seeded
 from loopback import LoadedPair
@@ -47,43 +44,15 @@ def prompt_of(number: int) -> list[int]:
     return torch.randint(10, 4000, (LENGTHS[number],), generator=dice).tolist()
 
 
-def generated(pair: LoadedPair, number: int) -> list[int]:
-    """The new tokens by plain `generate`."""
-    sampling, ids = SAMPLINGS[number], torch.tensor([prompt_of(number)])
-    kwargs: dict[str, Any] = {"do_sample": sampling.temperature != 0, "max_new_tokens": NEW_TOKENS[number]}
-    names = ("temperature", "top_k") if sampling.temperature else ()
-    asked = {name: getattr(sampling, name) for name in (*names, "repetition_penalty")}
-    kwargs |= {name: value for name, value in asked.items() if value is not None}
-    with seeded(sampling.seed or 0):
-        out = pair.target.generate(
-            ids, attention_mask=torch.ones_like(ids), pad_token_id=0, eos_token_id=None, **kwargs
-        )
-    return out[0, ids.shape[1] :].tolist()
-
-
-def served(pair: LoadedPair, rows: int) -> tuple[list[Row], Batch]:
-    """All texts in a batch of so many rows, which each joins as soon as another has left."""
-    batch, texts = Batch(pair.drafter, max_rows=rows, context=128, prefill_chunk=8), []
-    for number, sampling in enumerate(SAMPLINGS):
-        while len(batch.texts) == rows:
-            batch.round()
-        request = Request(tuple(prompt_of(number)), NEW_TOKENS[number], sampling, ignore_eos=True)
-        texts.append(Row(request, Writer(pair.tokenizer, request, frozenset()), chosen(request, pair.target)))
-        read_in_pieces(batch, texts[-1], writing=True)
-    while batch.texts:
-        batch.round()
-    return texts, batch
-
-
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("schedule", ["constant", "planned"])
-@torch.inference_mode()
 def test_texts_that_come_and_go_are_those_of_generate(pair, rows: int, schedule: str) -> None:
+    asked = [(prompt_of(number), *each) for number, each in enumerate(zip(NEW_TOKENS, SAMPLINGS, strict=True))]
     with configured(pair.drafter, num_assistant_tokens=3, num_assistant_tokens_schedule=schedule):
-        texts, batch = served(pair, rows)
+        batch = Batch(pair.drafter, max_rows=rows, context=128, prefill_chunk=8)
+        written = write_all(batch, [text_of(*each, pair.target) for each in asked])
     assert batch.stats.drafted > 0
-    for number, text in enumerate(texts):
-        assert text.writer.tokens == generated(pair, number), SAMPLINGS[number]
+    assert written == [plain(pair.target, *each) for each in asked]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

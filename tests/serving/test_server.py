@@ -68,19 +68,6 @@ def test_a_text_ends_at_its_length(client, pair):
     assert pair.answer(QUESTION).startswith(answer.choices[0].message.content)
 
 
-def test_a_seed_writes_the_same_text_alone_and_in_a_crowd(client):
-    def ask(seed):
-        told = client.chat.completions.create(
-            model=MODEL, messages=MESSAGES, temperature=1.2, top_p=0.95, seed=seed, max_tokens=24
-        )
-        return told.choices[0].message.content
-
-    alone = [ask(seed) for seed in (1, 2, 3)]
-    assert len(set(alone)) == 3
-    with ThreadPoolExecutor(6) as crowd:
-        assert list(crowd.map(ask, [1, 2, 3, 1, 2, 3])) == alone + alone
-
-
 def test_several_choices_share_one_prompt(client):
     told = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, n=3, temperature=1.5, seed=7, max_tokens=16

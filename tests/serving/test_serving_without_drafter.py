@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from batches import text_of, write_all
+from batches import plain, text_of, write_all
 
 from eagle31_hf import NoDrafter
 from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.session import ChatSession
 from eagle31_hf.serving.text import Sampling
 from eagle31_hf.texts.chats import encode_chat
-from helpers import seeded
 from loopback import LoadedPair, chat, serving
 
 NEW_TOKENS = 40
@@ -32,25 +30,13 @@ def prompts_of(pair: LoadedPair) -> list[list[int]]:
     ]
 
 
-def generated(pair: LoadedPair, prompt: list[int], sampling: Sampling) -> list[int]:
-    ids = torch.tensor([prompt])
-    how = {"temperature": sampling.temperature} if sampling.temperature else {}
-    how |= {} if sampling.top_k is None else {"top_k": sampling.top_k}
-    with seeded(sampling.seed or 0):
-        out = pair.target.generate(
-            ids, attention_mask=torch.ones_like(ids), pad_token_id=0, eos_token_id=None, max_new_tokens=NEW_TOKENS,
-            do_sample=bool(sampling.temperature), **how,
-        )  # fmt: skip
-    return out[0, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.thorough(every=2)
 def test_texts_are_plains_alone_and_in_a_crowd(rows: int, pair: LoadedPair, alone: NoDrafter) -> None:
     batch = Batch(alone, max_rows=rows, context=512, prefill_chunk=32)
     asked = [(prompt, sampling) for prompt in prompts_of(pair) for sampling in SAMPLINGS]
     texts = [text_of(prompt, NEW_TOKENS, sampling) for prompt, sampling in asked]
-    assert write_all(batch, texts) == [generated(pair, *each) for each in asked]
+    assert write_all(batch, texts) == [plain(pair.target, prompt, NEW_TOKENS, how) for prompt, how in asked]
     assert batch.stats.accepted > 0
     assert sum(text.usage.rounds for text in texts) < len(texts) * NEW_TOKENS
     assert sum(text.usage.cached_tokens for text in texts) > 0, "prompts are begun where the last one began alike"
@@ -70,23 +56,8 @@ def test_a_prompt_of_one_token(pair: LoadedPair, alone: NoDrafter) -> None:
     batch = Batch(alone, max_rows=2, context=512, prefill_chunk=32)
     asked = [([5], SAMPLINGS[0]), ([7], SAMPLINGS[1])]
     assert write_all(batch, [text_of(prompt, NEW_TOKENS, how) for prompt, how in asked]) == [
-        generated(pair, *each) for each in asked
+        plain(pair.target, prompt, NEW_TOKENS, how) for prompt, how in asked
     ]
-
-
-def test_a_text_that_fails_leaves_nothing(pair: LoadedPair, alone: NoDrafter) -> None:
-    """After a reset the same rows write the same texts."""
-    batch = Batch(alone, max_rows=2, context=512, prefill_chunk=32)
-    prompt = prompts_of(pair)[0]
-    with torch.inference_mode():
-        first = text_of(prompt, NEW_TOKENS)
-        batch.read(batch.begin(first))
-        batch.join()
-        batch.round()
-        batch.reset()
-        assert not batch.texts
-    (written,) = write_all(batch, [text_of(prompt, NEW_TOKENS)])
-    assert written == generated(pair, prompt, SAMPLINGS[0])
 
 
 def test_a_chat_goes_on_from_its_cache(pair: LoadedPair, alone: NoDrafter) -> None:
