@@ -36,26 +36,6 @@ VALUES: dict[str, tuple[list[Any], Any]] = {
     "eagle_config.use_last_layernorm": ([True], False), "eagle_config.use_mtp_layernorm": ([False], True),
     "eagle_config.parallel_draft_step": ([0, 1], 2),
 }  # fmt: skip
-# All fields of the draft configurations in SpecForge's, AngelSlim's and TorchSpec's repositories, of DeepSpec's Qwen3
-# heads, and those that reports name for heads on the Hub.
-PUBLISHED = """
-add_classification_head architectures attention_bias attention_dropout attention_head_dim auto_map bos_token_id
-cla_share_factor class_num decoder_sparse_step dense_list draft_num_hidden_layers draft_vocab_size dtype
-eagle_aux_hidden_state_layer_ids eagle_config.eagle_aux_hidden_state_layer_ids eagle_config.next_layer_regular
-eagle_config.norm_before_fc eagle_config.use_aux_hidden_state eagle_config.use_input_layernorm_in_first_layer
-eagle_config.use_last_layernorm eagle_config.use_mtp_layernorm eod_token_id eos_token_id fc_norm head_dim hidden_act
-hidden_activation hidden_size im_end_id im_newline_id im_start_id image_end_token_id image_newline_token_id
-image_start_token_id image_token_id initializer_range intermediate_size kv_lora_rank layer_types mask_init_id
-max_position_embeddings max_window_layers mlp_bias modal_type model_type norm_before_fc norm_before_residual norm_output
-norm_type num_attention_heads num_hidden_layers num_key_value_heads num_target_layers org_vocab_size
-original_max_position_embeddings output_router_logits pad_id pad_token_id partial_rotary_factor pool_type pretraining_tp
-q_lora_rank qk_nope_head_dim qk_rope_head_dim rms_norm_eps rope_alpha rope_parameters rope_scaling rope_theta
-router_aux_loss_coef sep_token_id sliding_window step_loss_decay swiglu_limit target_hidden_size target_layer_ids
-target_model_name_or_path target_model_type text_end_id text_start_id tie_word_embeddings torch_dtype
-transformers_version truncated_vocab_size ttt_length use_aux_norm use_cache use_cla use_mrope use_qk_norm
-use_rotary_pos_emb use_sliding_window v_head_dim video_token_id vision_end_token_id vision_start_token_id
-vision_token_id vocab_size
-""".split()  # noqa: SIM905
 # Where another value changes neither tensors nor formulas: tokens, what the tensors tell, what was for training.
 NOT_BELIEVED = {"num_hidden_layers", "initializer_range", "attention_dropout", "bos_token_id", "eos_token_id",
                 "pad_token_id", "bias", "target_model", "speculators_config.verifier"}  # fmt: skip
@@ -180,20 +160,6 @@ def test_what_a_format_reads_is_read(format: str, tmp_path) -> None:
             continue
         passed_over += [place] if same else []
     assert not passed_over
-
-
-PASSED_OVER = set(PUBLISHED) - {*read_places(detect_layout(PLAIN, {})), *CHANGES_THE_DRAFTER}
-
-
-@pytest.mark.parametrize("name", sorted(PASSED_OVER))
-def test_what_trainers_write_beside_the_network_has_no_effect(name: str, tmp_path) -> None:
-    marks = {"architectures", "auto_map", "model_type", "torch_dtype", "tie_word_embeddings", "dtype",
-             "eagle_config.use_aux_hidden_state", "eagle_config.next_layer_regular"}  # fmt: skip
-    if name in marks:  # what tells layouts and methods apart has tests of its own
-        return
-    base = read(tmp_path / "base", PLAIN | {"eagle_config": {}})
-    for value in (1, 0.5, "text"):
-        assert read(tmp_path / "other", with_field(PLAIN | {"eagle_config": {}}, name, value)) == base
 
 
 def test_settings_of_one_value_may_stand_in_any_place(tmp_path) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from eagle31_hf.cli import app
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import PublishingError
 from helpers import DEMO_DRAFTER
-from hub_stand_in import READER, WRITER, StandInHub, stand_in_hub
+from hub_stand_in import READER, WRITER, StandInHub
 
 COUNTS = {"depth": 2, "rounds": 10, "accepted": 15, "drafted_at": [10, 9], "accepted_at": [8, 7]}
 RECORD: dict[str, Any] = {
@@ -208,23 +205,3 @@ def test_the_command_shows_and_uploads_only_when_told(hub, folder, tmp_path):
     done = CliRunner().invoke(app, ["push", str(folder), "owner/drafter", "--upload"])
     assert "uploaded: " in done.stdout, done.output
     assert_published(hub, folder)
-
-
-@pytest.mark.slow
-def test_the_endpoint_is_the_environments(folder):
-    """A process of its own: `HF_ENDPOINT` is read when the client is imported."""
-    with stand_in_hub() as server:
-        environment = os.environ | {
-            "HF_ENDPOINT": server.address, "HF_TOKEN": WRITER, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
-        }  # fmt: skip
-        command = [
-            sys.executable,
-            "-c",
-            "from eagle31_hf.cli import main; main()",
-            "push",
-            str(folder),
-            "owner/drafter",
-        ]
-        result = subprocess.run([*command, "--upload"], env=environment, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, result.stderr
-        assert_published(server, folder)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eagle31_hf.cache.graph_sizes import NODE_BUCKET
-from eagle31_hf.drafter.session import MOST_UNREAD, MOST_UNREAD_OF_SEVERAL, DraftSession, UnreadPositions
+from eagle31_hf.drafter.session import MOST_UNREAD, MOST_UNREAD_OF_SEVERAL, DraftSession
 from eagle31_hf.graphs.captured import CAPTURES, CapturesSteps
 from eagle31_hf.graphs.draft_graphs import MOST_PIECES, CompiledDrafting
 from eagle31_hf.graphs.graphs import Graphs
@@ -62,15 +62,3 @@ def test_graphs_read_what_was_put_off_by_pieces(unread: int, monkeypatch: pytest
     assert graphed.cache.lengths == eager.cache.lengths
     torch.testing.assert_close(graphed.root.logits, eager.root.logits)
     torch.testing.assert_close(graphed.root.feedback, eager.root.feedback)
-
-
-def test_buffers_follow_the_rows() -> None:
-    unread = UnreadPositions(room=4)
-    for rows in (2, 1, 1):
-        tokens, aux = positions(rows, 3)
-        unread.add(tokens[:, :1].tolist(), aux[:, :1])
-        unread.add(tokens[:, 1:].tolist(), aux[:, 1:])
-        assert unread.count == 3
-        assert torch.equal(unread.tokens, tokens)
-        assert torch.equal(unread.aux, aux)
-        unread.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoints import CheckpointSummary, inspect_checkpoint
-from ..config import MtpConfig
+from ..config import Eagle31Config, MtpConfig
 from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
 
 
@@ -43,48 +44,41 @@ def summary_table(summary: CheckpointSummary) -> Table:
 
 def _facts(summary: CheckpointSummary) -> list[tuple[str, str | Text]]:
     c = summary.config
+    layers = count(c.num_hidden_layers, "layer") + (f" of {c.family}" if isinstance(c, MtpConfig) else "")
     heads = f"{c.num_attention_heads} heads ({c.num_key_value_heads} key/value) of {c.head_dim}"
-    norms = {
-        "none": "as they are",
-        "per_slot": "each normed (fc_norm)",
-        "concatenated": "normed together (norm_before_fc)",
-    }
-    if isinstance(c, MtpConfig):
-        return _facts_of_head(summary, c, heads)
-    stored_ids = "; ".join(f"{ids} at {where}" for where, ids in summary.aux_layers_as_stored.items())
-    layers = f"hs {c.aux_layers}" + (f", stored as {stored_ids}" if stored_ids else "")
-    assert c.draft_vocab_size is not None, "filled in when the configuration is made"
-    reduced = c.draft_vocab_size < c.vocab_size
+    rest = "" if isinstance(c, MtpConfig) else f", MLP {c.intermediate_size}{', query/key norms' if c.qk_norm else ''}"
+    rows = c.draft_vocab_size or c.vocab_size
     return [
         ("checkpoint", summary.source),
         ("method", summary.method),
         ("layout", summary.format),
         ("known from", summary.format_title),
         ("weights", f"{summary.parameters:,} parameters, {summary.dtype}, {summary.stored_bytes / 1e6:,.1f} MB"),
-        ("network", f"{count(c.num_hidden_layers, 'layer')}, hidden {c.hidden_size}, {heads}, "
-                    f"MLP {c.intermediate_size}{', query/key norms' if c.qk_norm else ''}"),
+        ("network", f"{layers}, hidden {c.hidden_size}, {heads}{rest}"),
         ("target", f"hidden {c.target_hidden_size}, vocabulary {c.vocab_size:,}"),
-        ("draft vocabulary", f"{c.draft_vocab_size:,} of {c.vocab_size:,}" if reduced else "the target's"),
+        ("draft vocabulary", f"{rows:,} of {c.vocab_size:,}" if rows < c.vocab_size else "the target's"),
+        *(_states_of_head(c) if isinstance(c, MtpConfig) else _states(c, summary.aux_layers_as_stored)),
+        *(("note", Text(note, style="yellow")) for note in summary.notes),
+    ]
+
+
+def _states(c: Eagle31Config, stored: Mapping[str, list[int]]) -> list[tuple[str, str]]:
+    norms = {"none": "as they are", "per_slot": "each normed (fc_norm)",
+             "concatenated": "normed together (norm_before_fc)"}  # fmt: skip
+    ids = "; ".join(f"{ids} at {where}" for where, ids in stored.items())
+    layers = f"hs {c.aux_layers}" + (f", stored as {ids}" if ids else "")
+    return [
         ("aux states", f"{c.num_aux_hidden_states}, {norms[c.aux_norm]}"),
         ("aux layers", layers if c.aux_layers else "not stated: hs 2, L/2, L-3 of the target"),
         ("feedback", "post-norm (norm_output)" if c.norm_output else "pre-norm"),
         ("embedding", "its own" if c.own_embedding else "the target's"),
         ("LM head", "its own" if c.own_lm_head else "the target's"),
-        *(("note", Text(note, style="yellow")) for note in summary.notes),
-    ]  # fmt: skip
+    ]
 
 
-def _facts_of_head(summary: CheckpointSummary, c: MtpConfig, heads: str) -> list[tuple[str, str | Text]]:
-    rows = c.draft_vocab_size or c.vocab_size
+def _states_of_head(c: MtpConfig) -> list[tuple[str, str]]:
     behind = {True: "behind the final norm", False: "before the final norm"}
     return [
-        ("checkpoint", summary.source),
-        ("method", summary.method),
-        ("found", summary.format_title),
-        ("weights", f"{summary.parameters:,} parameters, {summary.dtype}, {summary.stored_bytes / 1e6:,.1f} MB"),
-        ("network", f"{count(c.num_hidden_layers, 'layer')} of {c.family}, hidden {c.hidden_size}, {heads}"),
-        ("target", f"hidden {c.target_hidden_size}, vocabulary {c.vocab_size:,}"),
-        ("draft vocabulary", f"{rows:,} of {c.vocab_size:,}" if rows < c.vocab_size else "the target's"),
         ("state it reads", f"the target's, {behind[c.normed_state]}"),
         ("feedback", f"its own output, {behind[c.norm_output]}"),
         ("embedding and LM head", "the target's"),
