@@ -14,27 +14,16 @@ from eagle31_hf.targets.binding import CACHE_ARGUMENT
 VOCAB = 61
 WINDOW = 8
 COMMON = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=512,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 MOE = dict(num_local_experts=4, num_experts_per_tok=2)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+WINDOWED = dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0, layer_types=MIXED)
 MODELS = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
-    "qwen2-windowed": (
-        "qwen2",
-        dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0, layer_types=MIXED),
-    ),
+    "qwen2-windowed": ("qwen2", WINDOWED),
     "qwen3": ("qwen3", {}),
     "mistral-windowed": ("mistral", dict(sliding_window=WINDOW)),
     "mixtral": ("mixtral", dict(sliding_window=None, **MOE)),
@@ -44,18 +33,12 @@ MODELS = {
 }
 CELLS = [(name, attention) for name in MODELS for attention in ("eager", "sdpa")]
 CELLS.append(("llama4-chunked", "eager"))
-MODELS["llama4-chunked"] = (
-    "llama4_text",
-    dict(
-        attention_chunk_size=WINDOW,
-        intermediate_size_mlp=48,
-        layer_types=["chunked_attention", "full_attention", "chunked_attention"],
-        no_rope_layers=[1, 0, 1],
-        moe_layers=[1],
-        num_local_experts=2,
-        num_experts_per_tok=1,
-    ),
-)
+CHUNKED = dict(
+    attention_chunk_size=WINDOW, intermediate_size_mlp=48, no_rope_layers=[1, 0, 1], moe_layers=[1],
+    layer_types=["chunked_attention", "full_attention", "chunked_attention"], num_local_experts=2,
+    num_experts_per_tok=1,
+)  # fmt: skip
+MODELS["llama4-chunked"] = ("llama4_text", CHUNKED)
 
 _models: dict[tuple[str, str], torch.nn.Module] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from stock_models import (
     CELLS,
     COMMON,
-    VOCAB,
     Tree,
     assert_close,
     forward,
@@ -55,20 +53,6 @@ def test_rounds_on_a_stock_model_equal_plain_forwards(name, attention, lengths):
         assert cache.lengths == [len(row) for row in rows] == cache.lengths_tensor.tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3-mixed", "mistral-windowed"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_single_token_without_a_mask_equals_a_plain_forward(name, attention):
-    """`None` masks reach transformers' own mask code on tensor models and attention itself on dict models."""
-    model, rng = tiny_model(name, attention), random.Random(3)
-    cache = make_cache(model, 1)
-    (row,) = random_rows(rng, (11,))
-    prefill(model, cache, [row])
-    for _ in range(4):
-        row.append(rng.randrange(3, VOCAB))
-        assert_close(forward(model, cache, [row[-1:]])[0, -1], oracle(model, row))
-        cache.commit(1)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3-mixed"])
 @pytest.mark.parametrize("lengths", [(13,), (3, 12)], ids=["one", "ragged"])
 def test_a_tree_grown_level_by_level_equals_the_whole_tree(name, lengths):
@@ -86,30 +70,6 @@ def test_a_tree_grown_level_by_level_equals_the_whole_tree(name, lengths):
         assert_close(level, whole[:, first:end])
     cache.keep([[0, 2, 5]] * len(lengths), [3] * len(lengths))
     assert cache.lengths == [n + 3 for n in lengths]
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3-mixed"])
-@pytest.mark.parametrize("slab", [None, 8])
-def test_a_forward_that_fails_half_way_leaves_nothing_behind(name, slab):
-    model, rng = tiny_model(name), random.Random(9)
-    rows, tree = random_rows(rng, (15,)), random_tree(rng, 7)
-    cache, unharmed = (make_cache(model, 1, slab=slab) for _ in range(2))
-    for one in (cache, unharmed):
-        prefill(model, one, rows)
-    before = cache.lengths
-
-    def fail(*_):
-        raise torch.OutOfMemoryError("injected")
-
-    hook = model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        tree_forward(model, cache, [random_tree(rng, 7)])
-    hook.remove()
-    cache.rollback(before)
-    assert torch.equal(tree_forward(model, cache, [tree]), tree_forward(model, unharmed, [tree]))
-    for one in (cache, unharmed):
-        one.keep([tree.path(6)], [len(tree.path(6))])
-    assert torch.equal(forward(model, cache, [[5, 6]]), forward(model, unharmed, [[5, 6]]))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-windowed", "mistral-windowed", "gemma3-mixed"])
@@ -146,15 +106,3 @@ def test_shared_key_value_layers_stay_empty_and_are_skipped():
     assert cache.num_bytes == 32 * 2 * (3 + 5) * 4
     config = AutoConfig.for_model("llama", **COMMON)
     assert first_row(cache, DynamicCache(config=config)).get_seq_length() == 2
-
-
-def test_a_copy_is_independent():
-    model, rng = tiny_model("gemma3-mixed"), random.Random(2)
-    cache = make_cache(model, 1)
-    (row,) = random_rows(rng, (14,))
-    prefill(model, cache, [row])
-    twin = copy.deepcopy(cache)
-    forward(model, cache, [[7, 8, 9]])
-    cache.commit(3)
-    assert twin.lengths == [14]
-    assert_close(forward(model, twin, [[5]])[0, -1], oracle(model, [*row, 5]))

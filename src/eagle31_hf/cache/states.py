@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -333,15 +333,14 @@ Settle = Callable[[Sequence[StateLayer], LastNodes], None]
 """Does what `settle_states` does."""
 
 
-class _HandedOut(MutableMapping[int, "Tensor | None"]):
-    """States of one kind as mixers see them, by number."""
+class _HandedOut(dict[int, "Tensor | None"]):
+    """States of one kind as mixers see them, by number; holds none itself."""
 
     def __init__(self, layer: StateLayer, kind: str):
+        super().__init__()
         self._layer, self._kind = layer, kind
 
-    def __getitem__(self, number: int) -> Tensor | None:
-        if not 0 <= number < len(self):
-            raise KeyError(number)
+    def __missing__(self, number: int) -> Tensor | None:
         return self._layer.handed_out((self._kind, number))
 
     def __setitem__(self, number: int, state: Tensor | None) -> None:
@@ -349,15 +348,6 @@ class _HandedOut(MutableMapping[int, "Tensor | None"]):
         assert held is not None, "lazy_initialization() comes before a write"
         assert state is not None, "a state is written, not taken away"
         held.copy_(state)
-
-    def __delitem__(self, number: int) -> None:
-        raise TypeError("states stay where they are")
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self)))
-
-    def __len__(self) -> int:
-        return self._layer.number_of_states
 
 
 @functools.cache

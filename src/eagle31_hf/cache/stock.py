@@ -25,9 +25,10 @@ from transformers.cache_utils import (
 from ..errors import UnsupportedGenerationError
 from .states import CONVOLUTION, RECURRENT, StateKey
 
-_ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
-_BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
-_READABLE = (*_ATTENTION, *_BOTH, LinearAttentionLayer)
+_READABLE = (
+    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer, LinearAttentionLayer,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import IncompatibleTargetError
+from .shared_changes import CHANGES
 
 _SLICE_ELEMENTS = 2**24
 """Logits asked of a packed head at once, at most: 64 MiB in fp32."""
@@ -111,49 +112,34 @@ class OneTokenArithmetic:
 
     def __init__(self, model: nn.Module):
         self._layers = [module for module in model.modules() if _looks_for_outliers(module)]
-        self._before: list[Any] = []
         self._threads: set[int] = set()  # that have it on; the others' forwards are as they were
-        self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
         return bool(self._layers)
 
     def start(self) -> None:
         """On for this thread, until `stop`."""
-        if not self._layers:
-            return
-        with self._lock:
-            if not self._threads:
-                self._replace_forwards()
+        if self._layers and threading.get_ident() not in self._threads:
+            CHANGES.hold(("one token", id(self)), self._replace_forwards)
             self._threads.add(threading.get_ident())
 
-    def _replace_forwards(self) -> None:
+    def stop(self) -> None:
+        if threading.get_ident() in self._threads:
+            self._threads.remove(threading.get_ident())
+            CHANGES.let_go(("one token", id(self)))
+
+    def _replace_forwards(self) -> Callable[[], None]:
+        replaced = ExitStack()
         for layer in self._layers:
             # Into the instance's own dictionary: the module's bookkeeping of attributes costs more than the product.
-            name = _forward_name(layer)
+            name = "_old_forward" if hasattr(layer, "_hf_hook") else "forward"  # behind accelerate's hooks
             before = layer.__dict__.get(name)
-            self._before.append(before)
+            replaced.callback(_put_back, layer, name, before)
             layer.__dict__[name] = functools.partial(self._forward, layer, before or type(layer).forward.__get__(layer))
+        return replaced.close
 
     def _forward(self, layer: Any, before: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return _forward_row_by_row(layer, x) if threading.get_ident() in self._threads else before(x)
-
-    def stop(self) -> None:
-        if not self._layers:
-            return
-        with self._lock:
-            self._threads.discard(threading.get_ident())
-            if not self._threads:
-                self._put_forwards_back()
-
-    def _put_forwards_back(self) -> None:
-        for layer, before in zip(self._layers, self._before, strict=False):
-            name = _forward_name(layer)
-            if before is None:
-                layer.__dict__.pop(name, None)
-            else:
-                layer.__dict__[name] = before
-        self._before = []
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -167,9 +153,11 @@ class OneTokenArithmetic:
                 self.stop()
 
 
-def _forward_name(layer: nn.Module) -> str:
-    """accelerate's hooks put a forward of their own before the layer's."""
-    return "_old_forward" if hasattr(layer, "_hf_hook") else "forward"
+def _put_back(layer: nn.Module, name: str, before: Callable[..., Any] | None) -> None:
+    if before is None:
+        layer.__dict__.pop(name, None)
+    else:
+        layer.__dict__[name] = before
 
 
 def _looks_for_outliers(module: nn.Module) -> bool:
