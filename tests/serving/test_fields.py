@@ -211,6 +211,15 @@ def test_a_template_that_joins_arguments_to_text_gets_text(served, monkeypatch):
     assert prompts == ['({"x": 1})'] * 2
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_a_thought_comes_back_to_the_template(served, monkeypatch, field):
+    thoughts = "{% for message in messages %}{{ message.reasoning_content }}{% endfor %}"
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", thoughts)
+    answer = {"role": "assistant", "content": "Yes.", field: "Let me look."}
+    (text,) = Translator(served.engine).of_chat(parse_chat({"model": MODEL, "messages": [*MESSAGES, answer]}))
+    assert served.engine.tokenizer.decode(text.prompt) == "Let me look."
+
+
 def test_nulls_of_tools_are_left_out(served, monkeypatch):
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", TEMPLATE)
     function = {"name": "f", "description": None, "parameters": None, "strict": None}
