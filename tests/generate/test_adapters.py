@@ -15,9 +15,8 @@ from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from families import RECURRENT_FAMILIES, recurrent_target
 from helpers import (
     CONFIGS,
-    configured,
+    assert_same_text,
     left_padded,
-    oracle_drafts,
     random_drafter,
     random_prompts,
     random_target,
@@ -62,18 +61,13 @@ def tuned(model: Any, config: Any, name: str = "default", seed: int = 1) -> Any:
         return peft.get_peft_model(model, config, adapter_name=name).eval()
 
 
-def write(model: Any, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
-    return model.generate(**inputs, do_sample=False, max_new_tokens=12, pad_token_id=0, **kwargs)
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
 
 
 def assert_plain(model: Any, inputs: dict[str, Any], drafter: Eagle31Drafter, loop: str = "own") -> Tensor:
-    plain = write(model, inputs)
     for shape in SHAPES.values():
-        with configured(drafter, **shape), oracle_drafts(plain, inputs["input_ids"].shape[1]):
-            assert torch.equal(write(model, inputs, assistant_model=drafter), plain)
-        assert drafter.stats is not None
-        assert drafter.stats.loop == loop, drafter.stats.reason
-    return plain
+        text = assert_same_text(model, drafter, inputs, loop=loop, oracle=0, settings=shape, **GREEDY)
+    return text
 
 
 def test_lora_added_switched_off_and_merged(target: Any, drafter: Eagle31Drafter) -> None:
@@ -101,16 +95,15 @@ def test_two_adapters_by_row(target: Any, drafter: Eagle31Drafter) -> None:
     plain = assert_plain(model, by_row, drafter, loop="plain")
     assert drafter.stats is not None
     assert "adapter_names" in drafter.stats.reason
-    assert not torch.equal(plain, write(model, inputs)), "or nothing is tested"
-    end = {"eos_token_id": int(plain[0, -8])}
-    assert torch.equal(write(model, by_row, **end, assistant_model=drafter), write(model, by_row, **end))
+    assert not torch.equal(plain, model.generate(**inputs, **GREEDY)), "or nothing is tested"
+    assert_same_text(model, drafter, by_row, loop="plain", eos_token_id=int(plain[0, -8]), **GREEDY)
 
 
 @pytest.mark.parametrize("kind", ["prefix", "prompt"])
 def test_learned_prompts(target: Any, drafter: Eagle31Drafter, kind: str) -> None:
     config = {"prefix": peft.PrefixTuningConfig, "prompt": peft.PromptTuningConfig}[kind]
     inputs = left_padded(random_prompts(1, seed=4))
-    bare = write(target, inputs)
+    bare = target.generate(**inputs, **GREEDY)
     model = tuned(target, config(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with torch.no_grad():
         for parameter in model.prompt_encoder.parameters():
@@ -131,7 +124,7 @@ def test_adapters_within_layers_that_keep_states(family: str) -> None:
     model = recurrent_target(family)
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
     inputs = left_padded(random_prompts(1, seed=4))
-    write(model, inputs, assistant_model=drafter)  # what is projected last is seen while it runs
+    model.generate(**inputs, **GREEDY, assistant_model=drafter)  # what is projected last is seen while it runs
     config = peft.LoraConfig(
         r=4, lora_alpha=64, init_lora_weights=False, target_modules="all-linear",
         exclude_modules=["out_proj"] if family in WITHOUT_OUT_PROJ else None,
@@ -152,9 +145,5 @@ def test_tokens_of_an_adapter_of_their_own() -> None:
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5, 6])
     adapted = peft.get_peft_model(model, config).eval()
-    ids = torch.tensor([[5, 6, 7, 8, 9]])
-    how = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12}
     for _ in range(2):
-        assert torch.equal(adapted.generate(**how), adapted.generate(**how, assistant_model=drafter))
-        assert drafter.stats is not None
-        assert drafter.stats.loop == "own"
+        assert_same_text(adapted, drafter, left_padded([[5, 6, 7, 8, 9]]), **GREEDY)

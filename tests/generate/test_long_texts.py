@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.loop.drafting import batch_shape
 from eagle31_hf.serving.engine import Engine, EngineSettings
 from eagle31_hf.targets.rotation import rotates_alike_up_to
-from helpers import demo_tokenizer, random_drafter, random_target, seeded
+from helpers import assert_same_text, demo_tokenizer, random_drafter, random_target, seeded
 
 LIMIT = 40
 SHORT, LONG = [1 + 0.3 * i for i in range(8)], [2 + 1.7 * i for i in range(8)]
@@ -146,9 +147,7 @@ def test_rows_of_a_batch_keep_away_from_it() -> None:
     drafter = random_drafter(model, aux_layers=[1, 2, 3])
     inputs = prompts(10, rows=3)
     for new, loop in ((20, "own"), (30, "plain"), (60, "plain")):
-        assert torch.equal(write(model, inputs, new), write(model, inputs, new, drafter))
-        assert drafter.stats is not None
-        assert drafter.stats.loop == loop
+        assert_same_text(model, drafter, inputs, loop=loop, do_sample=False, max_new_tokens=new)
 
 
 def test_served_texts_stay_below_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -158,6 +157,6 @@ def test_served_texts_stay_below_it(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="eagle31_hf"):
         engine = Engine(drafter, tokenizer, EngineSettings(context=512))
     engine.close(0)
-    assert engine.settings.context == LIMIT - engine.batch.drafts.shape.depth
+    assert engine.settings.context == LIMIT - batch_shape(drafter).depth
     assert "another way" in caplog.text
     assert engine.batch.context == engine.settings.context

@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from eagle31_hf.errors import IncompatibleTargetError
-from helpers import CONFIGS, left_padded, random_drafter, random_prompts, random_target
+from helpers import CONFIGS, assert_same_text, configured, left_padded, random_drafter, random_prompts, random_target
 
 CHAIN: dict[str, Any] = {"num_assistant_tokens": 4}
 TREE: dict[str, Any] = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
-NEW = 10
-
-
-def greedy(model: Any, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
-    return model.generate(**inputs, do_sample=False, max_new_tokens=NEW, pad_token_id=0, **kwargs)
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize("given", ["zeros", "reversed", "repeated", "shifted"])
@@ -35,38 +30,30 @@ def test_positions_of_ones_own_are_plains(given: str) -> None:
         "repeated": repeated,
         "shifted": straight + 7,
     }[given]
-    own = greedy(model, {**inputs, "position_ids": positions})
-    assert torch.equal(greedy(model, {**inputs, "position_ids": positions}, assistant_model=drafter), own)
-    assert drafter.stats.loop == "plain"
+    assert_same_text(model, drafter, {**inputs, "position_ids": positions}, loop="plain", **GREEDY)
     assert "position_ids" in drafter.stats.reason
-    assert torch.equal(
-        greedy(model, {**inputs, "position_ids": straight}, assistant_model=drafter), greedy(model, inputs)
-    )
-    assert drafter.stats.loop == "own", drafter.stats.reason
+    assert_same_text(model, drafter, {**inputs, "position_ids": straight}, **GREEDY)
 
 
 def test_an_invented_keyword_gets_plains_answer() -> None:
     model = random_target(CONFIGS["llama"]())
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
     inputs = {**left_padded(random_prompts(1)), "pixel_value": torch.zeros(1)}
-    with pytest.raises(ValueError, match="pixel_value") as plain:
-        greedy(model, inputs)
-    with pytest.raises(ValueError, match="pixel_value") as ours:
-        greedy(model, inputs, assistant_model=drafter)
-    assert str(ours.value) == str(plain.value)
+    said = []
+    for assistant in (None, drafter):
+        with pytest.raises(ValueError, match="pixel_value") as error:
+            model.generate(**inputs, **GREEDY, assistant_model=assistant)
+        said.append(str(error.value))
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize(("before", "after"), [("float32", "float64"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 def test_a_target_of_another_precision_than_when_attached(before: str, after: str, settings: dict[str, Any]) -> None:
     model = random_target(CONFIGS["llama"](), seed=6).to(getattr(torch, before))
-    drafter = random_drafter(model, aux_layers=[1, 2, 4])
-    for name, value in settings.items():
-        setattr(drafter.generation_config, name, value)
-    model.to(getattr(torch, after))
-    inputs = left_padded(random_prompts(3, seed=2))
-    assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
-    assert drafter.stats.loop == "own", drafter.stats.reason
+    with configured(random_drafter(model, aux_layers=[1, 2, 4]), **settings) as drafter:
+        model.to(getattr(torch, after))
+        assert_same_text(model, drafter, left_padded(random_prompts(3, seed=2)), **GREEDY)
 
 
 @pytest.mark.parametrize("size", [120, 60])
@@ -75,4 +62,4 @@ def test_a_vocabulary_resized_after_attaching_is_named(size: int) -> None:
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
     model.resize_token_embeddings(size, mean_resizing=False)
     with pytest.raises(IncompatibleTargetError, match="attach"):
-        greedy(model, left_padded(random_prompts(1, vocabulary=50)), assistant_model=drafter)
+        model.generate(**left_padded(random_prompts(1, vocabulary=50)), **GREEDY, assistant_model=drafter)

@@ -22,11 +22,22 @@ from eagle31_hf.loop.round import Round
 from eagle31_hf.loop.survive import FallbackStep
 from eagle31_hf.targets.prompt_forward import PromptForward
 from families import GPT_2, IDS, IMAGE, SEEING_FAMILIES, VIDEO, hearing_inputs, hearing_model, picture_of
-from helpers import configured, left_padded, oracle_drafts, random_drafter, random_prompts, random_target
+from helpers import (
+    assert_same_text,
+    configured,
+    left_padded,
+    oracle_drafts,
+    random_drafter,
+    random_prompts,
+    random_target,
+)
 
 TREE: dict[str, Any] = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
 NEW = 12
 FAMILIES = ("gemma3", "qwen2.5_vl")  # windows and pictures that see both ways; positions along several axes
+
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
 
 
 @functools.cache
@@ -36,19 +47,13 @@ def pair(family: str) -> tuple[Any, Eagle31Drafter]:
 
 
 def greedy(model: Any, inputs: dict[str, Any], **kwargs: Any) -> Any:
-    return model.generate(**inputs, **{"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, **kwargs})
+    return model.generate(**inputs, **{**GREEDY, **kwargs})
 
 
 def assert_is_plains(family: str, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
     """By our own loop, with drafts of which some are right."""
     model, drafter = pair(family)
-    plain = greedy(model, inputs, **kwargs)
-    with configured(drafter, **TREE), oracle_drafts(plain, inputs["input_ids"].shape[1], seed=1):
-        assert torch.equal(greedy(model, inputs, assistant_model=drafter, **kwargs), plain)
-    assert drafter.stats is not None
-    assert drafter.stats.loop == "own", drafter.stats.reason
-    assert drafter.stats.accepted > 0, "nothing was tried"
-    return plain
+    return assert_same_text(model, drafter, inputs, oracle=1, settings=TREE, **{**GREEDY, **kwargs})
 
 
 # --- what else than pictures ------------------------------------------------------------------------------------------
@@ -165,11 +170,8 @@ def test_new_pictures_behind_a_cache_are_plains_business() -> None:
 def test_an_input_that_no_test_knows_goes_by_another_loop_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model, drafter = pair("qwen3_vl")
     monkeypatch.setattr(routes, "READ_WITH_THE_PROMPT", {"pixel_values", "mm_encoder_outputs"})
-    for rows, loop in ((1, "plain"), (3, "plain")):
-        inputs = SEEING_FAMILIES["qwen3_vl"].inputs(1, rows)
-        assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
-        assert drafter.stats is not None
-        assert drafter.stats.loop == loop
+    for rows in (1, 3):
+        assert_same_text(model, drafter, SEEING_FAMILIES["qwen3_vl"].inputs(1, rows), loop="plain", **GREEDY)
         assert "mm_token_type_ids, which our loop does not hand on" in drafter.stats.reason
 
 
@@ -179,11 +181,8 @@ def test_an_input_of_every_forward_is_found_out() -> None:
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
     inputs = left_padded(random_prompts(1))
     inputs["token_type_ids"] = torch.ones_like(inputs["input_ids"])
-    plain = greedy(model, inputs)
-    assert torch.equal(greedy(model, inputs, assistant_model=drafter), plain)
-    assert not torch.equal(plain, greedy(model, {**inputs, "token_type_ids": None})), "or nothing is tested"
-    assert drafter.stats is not None
-    assert drafter.stats.loop == "plain"
+    text = assert_same_text(model, drafter, inputs, loop="plain", **GREEDY)
+    assert not torch.equal(text, greedy(model, {**inputs, "token_type_ids": None})), "or nothing is tested"
     assert "token_type_ids" in drafter.stats.reason
     assert "logits differ" in drafter.stats.reason
     with configured(drafter, speculation_loop="own"), pytest.raises(UnsupportedGenerationError, match="token_type_ids"):
@@ -196,9 +195,7 @@ def test_positions_that_were_counted_wrong_would_be_found_out(monkeypatch: pytes
     inputs = SEEING_FAMILIES["qwen2.5_vl"].inputs(1)
     with monkeypatch.context() as broken:
         broken.setattr(SpeculativeCache, "offset_positions", lambda *_: None)
-        assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
-    assert drafter.stats is not None
-    assert drafter.stats.loop == "plain"
+        assert_same_text(model, drafter, inputs, loop="plain", **GREEDY)
 
 
 def test_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
