@@ -191,7 +191,7 @@ def walk(which: str) -> list[str]:
 @pytest.mark.parametrize("which", WALKS)
 def test_each_file_of_a_walk_is_reached_from_one_before_it(which: str) -> None:
     modules, graph = walk(which), import_graph()
-    assert len(modules) > 8
+    assert len(modules) >= 8
     unreached = [
         each for place, each in enumerate(modules[1:], 1) if not any(each in graph[b] for b in modules[:place])
     ]

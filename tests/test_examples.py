@@ -32,7 +32,8 @@ RECIPES = sorted((FOLDER / "recipes").glob("*.sh"))
 INTEGRATIONS = sorted((FOLDER / "integrations").glob("*.py"))
 LONG = ("agent_loop",)  # it starts a server
 HOME_LAB = sorted((FOLDER / "homelab").glob("*.sh"))
-PRINTED = {"convert": "speculators: EAGLE 3.1", "agent_loop": "tool: book_table"}
+PRINTED = {"convert": "speculators: EAGLE 3.1", "agent_loop": "tool: book_table",
+           "train_demo_drafter": "acceptance length"}  # fmt: skip
 
 
 def arguments_of(example: Path, folder: Path) -> list[str]:

@@ -101,7 +101,9 @@ def test_a_run_that_cannot_be_resumed_or_makes_no_sense(tmp_path: Path) -> None:
     told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path / "none", resume=True)
     with pytest.raises(TrainingError, match="nothing to resume"):
         train_drafter(told)
-    senseless = {"stage": "3"}, {"stage": "both"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}
+    senseless = {"stage": "3"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}
+    with pytest.raises(ConfigurationError, match=r"--stage both went in 0\.2\.0: train stage 1, then"):
+        train_drafter(replace(told, stage="both"))
     senseless += {"minutes": 0.0}, {"minutes": 8.0, "max_steps": 5}
     for wrong in (*senseless, {"resume": True, "fresh": True}, {"dtype": "fp64"}, {"device": "gpu"}):
         with pytest.raises(ConfigurationError):

@@ -25,7 +25,7 @@ from ..targets.devices import now
 from .data import collate
 from .measure import KnownTexts, rounds_of
 from .objectives import DistillationModel
-from .settings import EVALUATION_TOKENS, TrainingSettings
+from .settings import TrainingSettings
 from .trainer import DRAFT_TOKENS, last_checkpoint
 
 PACKAGES = ("torch", "transformers")
@@ -216,7 +216,7 @@ def make_record(report: TrainingReport, settings: TrainingSettings, given: Train
         "recipe": recipe,
         "conditions": (
             f"{report.plan.prompts} held-out prompts, greedy, chain of {DRAFT_TOKENS} draft tokens along the target's "
-            f"own texts of at most {EVALUATION_TOKENS} tokens; prefill not counted."
+            f"own texts of at most {settings.eval_new_tokens} tokens; prefill not counted."
         ),
         "versions": {"eagle31-hf": __version__, **{name: version(name) for name in PACKAGES}},
         **{name: value for name, value in report.to_dict().items() if name != "folder"},

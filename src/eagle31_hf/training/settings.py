@@ -13,8 +13,6 @@ TURNS = ("each", "last", "none")
 STAGES = ("1", "2")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 SMALL_TARGET_PARAMETERS = 200_000_000
-EVALUATION_TOKENS = 128
-"""Most tokens that are written for a held-out prompt."""
 
 # Headings of `eagle31 train --help`.
 COMMON = "Options that most runs need"
@@ -91,6 +89,7 @@ class TrainingSettings:
     eval_steps: int = _option(
         None, MEASURING, "steps between measurements, each with a checkpoint; default 500 if small, else 200"
     )
+    eval_new_tokens: int = _option(128, MEASURING, "most tokens written for a held-out prompt")
     dtype: str = _option(
         "auto", MACHINE, "precision of the target: as stored unless this CPU would emulate it, stored, bf16, fp16, fp32"
     )
@@ -107,7 +106,7 @@ class TrainingSettings:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                known = removal(f"train --{name} {value}")
+                known = removal(f"--{name} {value}")
                 raise ConfigurationError(known or f"{name} is {value!r}; wanted one of {allowed}")
         for name in _AT_LEAST_ONE:
             if getattr(self, name) is not None and getattr(self, name) < 1:
@@ -137,4 +136,4 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "dtype": tuple(PRECISIONS),
     "device": DEVICES,
 }
-_AT_LEAST_ONE = ("ttt_steps", "batch_rows", "eval_steps", "max_new_tokens", "write_rows")
+_AT_LEAST_ONE = ("ttt_steps", "batch_rows", "eval_steps", "eval_new_tokens", "max_new_tokens", "write_rows")

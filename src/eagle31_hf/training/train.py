@@ -47,7 +47,7 @@ from .report import (
     time_step,
     training_bytes,
 )
-from .settings import EVALUATION_TOKENS, TrainingSettings
+from .settings import TrainingSettings
 from .trainer import DistillationTrainer, last_checkpoint
 from .writing import own_temperature, require_disk
 
@@ -153,7 +153,7 @@ class _Run:
         with Counting(self.console, "the target writes texts to measure on", len(temperatures) * len(mine)) as counting:
             return [
                 write_texts(
-                    drafter.binding, mine, temperature, max_new_tokens=EVALUATION_TOKENS,
+                    drafter.binding, mine, temperature, max_new_tokens=self.settings.eval_new_tokens,
                     seed=self.settings.seed + state.process_index, on_progress=counting.advance,
                 )
                 for temperature in temperatures
@@ -214,7 +214,7 @@ class _Run:
             raise TrainingError(
                 f"{left_s / 60:.1f} of the minutes are left after texts were written and read, and one step and its "
                 f"measurement take {seconds_of(1) / 60:.1f}; give more minutes, or less to write and to measure "
-                "(max_rows, held_out)"
+                "(max_rows, held_out, eval_new_tokens)"
             )
         return steps
 
