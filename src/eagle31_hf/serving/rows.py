@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,13 +36,6 @@ NO_TOKEN = (
     "no token can be chosen: the model's scores are no numbers, or logit_bias, min_tokens and "
     "grammar together forbid every token, or the grammar is too large to be followed"
 )
-
-
-class ScoreShape(NamedTuple):
-    """Scores per row, `V`, and where they lie."""
-
-    vocabulary: int
-    device: torch.device
 
 
 # --- how one text chooses ---------------------------------------------------------------------------------------------
@@ -89,22 +82,13 @@ class TokenChooser:
         """Whether the processors look at which tokens the text has, and at nothing else of it."""
         return self.kind is not None and not self.processing.scores_only
 
-    def noise(self, position: int, count: int, scores: ScoreShape) -> Tensor:
-        """`(count, V)` by the seed, from `position` on, which is new tokens before it."""
+    def noise(self, vocabulary: int, device: torch.device) -> PositionNoise:
+        """As `generate` takes it after `manual_seed`."""
         if self._noise is None:
-            generator = new_generator(scores.device, self.seed)
-            self._noise = PositionNoise(1, scores.vocabulary, scores.device, generator)
-        return self._noise.window([0], [position], count)[0]
-
-
-def new_generator(device: torch.device, seed: int | None) -> torch.Generator:
-    """One of this seed; without one its numbers are others each time."""
-    generator = torch.Generator(device)
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    return generator
+            generator = torch.Generator(device)
+            generator.seed() if self.seed is None else generator.manual_seed(self.seed)
+            self._noise = PositionNoise(1, vocabulary, device, generator)
+        return self._noise
 
 
 def choose_as_generate(
@@ -250,7 +234,7 @@ class Rows:
         self.shape, self.stats = shape, stats
         self.device = binding.input_device
         self._seen: tuple[list[Row], SeenTokens] | None = None  # of these texts
-        self._scores = ScoreShape(binding.text_config.vocab_size, binding.head_device)
+        self._scores = binding.text_config.vocab_size, binding.head_device  # how many of a row, and where
 
     @property
     def sequences(self) -> Rows:
@@ -292,12 +276,13 @@ class Rows:
         choosers = [text.chooser for text in self.texts]
         if not any(chooser.draws for chooser in choosers):
             return None
-        greedy = torch.ones((), device=self._scores.device).expand(count, self._scores.vocabulary)
+        vocabulary, device = self._scores
+        greedy = torch.ones((), device=device).expand(1, count, vocabulary)
         noise = [
-            chooser.noise(start, count, self._scores) if chooser.draws else greedy
+            chooser.noise(vocabulary, device).window([0], [start], count) if chooser.draws else greedy
             for chooser, start in zip(choosers, batch.written, strict=True)
         ]
-        return noise[0][None] if len(noise) == 1 else torch.stack(noise)
+        return noise[0] if len(noise) == 1 else torch.cat(noise)
 
     def seen_before(self, batch: RoundBatch) -> Tensor | None:
         if not any(text.chooser.needs_seen for text in self.texts):
@@ -306,10 +291,8 @@ class Rows:
             prompts = [text.request.prompt for text in self.texts]
             pads = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
             ids = [[*[0] * pad, *prompt] for pad, prompt in zip(pads, prompts, strict=True)]
-            self._seen = (
-                list(self.texts),
-                SeenTokens(on_device(ids, self._scores.device), self._scores.vocabulary, pads),
-            )
+            vocabulary, device = self._scores
+            self._seen = list(self.texts), SeenTokens(on_device(ids, device), vocabulary, pads)
         return self._seen[1].of(range(len(self.texts)), self.new)
 
 

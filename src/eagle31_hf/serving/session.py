@@ -192,7 +192,6 @@ class ChatSession:
     def reset(self) -> None:
         """Begin anew; the system prompt stays."""
         self.turns.clear()
-        self._cache = DynamicCache(config=self.target.config)
 
     def set_temperature(self, temperature: float) -> None:
         """0 is greedy.
