@@ -127,12 +127,3 @@ def test_a_prefill_chunk_does_not_stay_in_the_resident_mask():
     assert not mask[..., : RESIDENT_QUERIES + 1].any()
     assert mask[..., RESIDENT_QUERIES + 1 :].count_nonzero() == 6
     assert cache.num_bytes == 4 * 4096 * 4
-
-
-def test_masks_follow_the_dtype():
-    cache = SpeculativeCache(LayerKinds([None, 3], MIXED[1:]), batch_size=1, capacity=20, block=4)
-    cache.place(4)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for mask in cache.attention_mask(dtype=dtype).values():
-            assert mask.dtype == dtype
-            assert mask.min() == torch.finfo(dtype).min

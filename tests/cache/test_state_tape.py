@@ -165,14 +165,8 @@ class Passes(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         sizes = {each.numel() for each in tree_iter((args, result)) if isinstance(each, Tensor)}
-        name = function.overloadpacket.__name__
-        if LAYERS * ROWS * HEADS * WIDTH * OTHER in sizes and name not in (
-            "view",
-            "_unsafe_view",
-            "unbind",
-            "slice",
-            "transpose",
-        ):
+        name, views = function.overloadpacket.__name__, {"view", "_unsafe_view", "unbind", "slice", "transpose"}
+        if LAYERS * ROWS * HEADS * WIDTH * OTHER in sizes and name not in views:
             self.names.append(name)
         return result
 

@@ -16,7 +16,6 @@ from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import Recorded
 from eagle31_hf.cache.states import CONVOLUTION, RECURRENT, StateLayer
 from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
-from families import recurrent_config
 from helpers import first_row
 
 SIZES: dict[str, Any] = {"capacity": 32, "block": 8}
@@ -219,21 +218,10 @@ def test_rows_of_a_pool_join_leave_and_are_resumed() -> None:
     assert states(one) == ([7], [[2, 4]])
 
 
-def test_states_travel_through_stock_caches() -> None:
-    config = recurrent_config("qwen3_5_text", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+def test_states_are_not_exported_into_a_cache_that_has_no_place_for_them() -> None:
+    """That they travel elsewhere is asked by texts of several turns (tests/contract)."""
     cache = cache_of(1)
     read(cache, [[1.0, 2, 3]])
     cache.commit(3)
-    stock = first_row(cache, DynamicCache(config=config))
-    assert stock.get_seq_length() == 3
-    assert stock.has_previous_state(0)
-    other = cache_of(1)
-    other.load_dynamic(stock)
-    stock.update_recurrent_state(torch.zeros(1, 1), 0)
-    assert states(other) == states(cache)
-    assert other.lengths == [3]
-    read(other, [[7.0]])
-    other.commit(1)
-    assert states(other) == ([13], [[3, 7]])
     with pytest.raises(UnsupportedGenerationError, match=r"config=model\.config"):
         first_row(cache, DynamicCache())

@@ -21,7 +21,6 @@ from agreement import (
     SHORT,
     Batch,
     assert_loop_agrees,
-    greedy,
     inputs_of,
     plain_batch,
 )
@@ -36,8 +35,6 @@ from helpers import (
     drafter_of,
     left_padded,
     prompts_for,
-    random_drafter,
-    target_of,
 )
 from matrix import WHOLE, pairwise
 
@@ -110,18 +107,6 @@ def test_own_chain_at_every_depth(name: str) -> None:
                 loop = SHAPES["chain"] | {"num_assistant_tokens": depth}
                 ties += assert_loop_agrees(name, batch, loop, oracle=depth % 3 > 0, max_new_tokens=SHORT)
     assert ties <= 1
-
-
-@pytest.mark.parametrize("loop", SHAPES)
-@pytest.mark.thorough(every=4)
-def test_random_drafter_on_the_demo_target(loop: str) -> None:
-    drafter = random_drafter(target_of("demo-target"), draft_vocab_size=512)
-    with configured(drafter, **SHAPES[loop]):
-        for prompt in prompts_for("demo-target", 3):
-            inputs = left_padded([prompt])
-            ours = greedy("demo-target", inputs, assistant_model=drafter)
-            assert torch.equal(ours, plain_batch("demo-target", inputs).plain)
-    drafter.detach()
 
 
 @pytest.mark.contract
