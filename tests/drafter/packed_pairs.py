@@ -94,3 +94,9 @@ def drafter_folder(name: str, parent: Path) -> Path:
 
 def bits(scheme: str, **fields: Any) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(**PACKINGS[scheme] | fields)
+
+
+def packed(name: str, parent: Path, packing: str, target: Any, **fields: Any) -> Eagle31Drafter:
+    """The drafter of that name, packed while it is loaded."""
+    folder = drafter_folder(name, parent)
+    return Eagle31Drafter.from_pretrained(folder, target=target, quantization_config=bits(packing, **fields))

@@ -20,6 +20,7 @@ from packed_pairs import (
     drafter_folder,
     load,
     matrix_of,
+    packed,
 )
 from torch import Tensor, nn
 
@@ -33,6 +34,7 @@ from eagle31_hf.memory.weight_bytes import storage_bytes
 from helpers import (
     DEMO_DRAFTER,
     GROUPED,
+    assert_same_text,
     configured,
     left_padded,
     oracle_drafts,
@@ -51,9 +53,7 @@ pytest.importorskip("bitsandbytes")
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_matrices_are_packed_and_nothing_else(drafters: Path, name: str, packing: str) -> None:
-    drafter = Eagle31Drafter.from_pretrained(
-        drafter_folder(name, drafters), target=target_of("llama"), quantization_config=bits(packing)
-    )
+    drafter = packed(name, drafters, packing, target_of("llama"))
     scheme = drafter.packing
     assert scheme == SCHEMES_OF_DRAFTERS[packing]
     worth = {n for n, shape in packable_shapes(drafter.config).items() if scheme.packs(n, shape, 4)}
@@ -70,9 +70,7 @@ def test_matrices_are_packed_and_nothing_else(drafters: Path, name: str, packing
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_planned_drafter_bytes_are_the_storages(drafters: Path, name: str, packing: str, dtype: str) -> None:
     target = random_target(hf.LlamaConfig(**GROUPED)).to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
-    drafter = Eagle31Drafter.from_pretrained(
-        drafter_folder(name, drafters), target=target, quantization_config=bits(packing)
-    )
+    drafter = packed(name, drafters, packing, target)
     held = storage_bytes(drafter) + sum(
         rows.untyped_storage().nbytes() if isinstance(rows, Tensor) else storage_bytes(rows)
         for rows in drafter._head_rows
@@ -86,40 +84,35 @@ def test_planned_drafter_bytes_are_the_storages(drafters: Path, name: str, packi
 @pytest.mark.parametrize("name", ["eagle 3.1", "shared rows"])
 def test_packed_drafters_write_the_plain_text(drafters: Path, name: str, packing: str) -> None:
     target = target_of("llama")
-    drafter = Eagle31Drafter.from_pretrained(
-        drafter_folder(name, drafters), target=target, quantization_config=bits(packing)
-    )
+    drafter = packed(name, drafters, packing, target)
     (prompt,) = random_prompts(1, seed=11)
-    inputs = {**left_padded([prompt]), "max_new_tokens": 12, "do_sample": False}
-    plain = target.generate(**inputs)
+    inputs, told = left_padded([prompt]), {"max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(**inputs, **told)
     for loop in LOOPS.values():
         with configured(drafter, num_assistant_tokens=3, **loop), oracle_drafts(plain, len(prompt)):
-            assert torch.equal(target.generate(**inputs, assistant_model=drafter), plain)
+            assert_same_text(target, drafter, inputs, **told)
 
 
 def test_gathered_rows_are_packed_too(drafters: Path) -> None:
-    folder = drafter_folder("shared rows", drafters)
-    full = Eagle31Drafter.from_pretrained(folder, target=target_of("llama"))
-    packed = Eagle31Drafter.from_pretrained(folder, target=target_of("llama"), quantization_config=bits("int8"))
-    kept = bits("int8", llm_int8_skip_modules=["lm_head"])
-    skipped = Eagle31Drafter.from_pretrained(folder, target=target_of("llama"), quantization_config=kept)
-    (rows,), (exact,) = packed._head_rows, full._head_rows
+    target = target_of("llama")
+    full = Eagle31Drafter.from_pretrained(drafter_folder("shared rows", drafters), target=target)
+    small = packed("shared rows", drafters, "int8", target)
+    skipped = packed("shared rows", drafters, "int8", target, llm_int8_skip_modules=["lm_head"])
+    (rows,), (exact,) = small._head_rows, full._head_rows
     assert isinstance(rows, Int8Linear)
     assert isinstance(exact, Tensor)
     assert (matrix_of(rows) - exact).abs().max() <= exact.abs().max() / 127
     assert torch.equal(skipped._head_rows[0], exact)
     assert isinstance(skipped.layers[0].mlp.down_proj, Int8Linear)
     hidden = torch.randn(2, 3, 64)
-    torch.testing.assert_close(packed.draft_logits(hidden), rows(hidden))
-    packed.detach()
-    assert not packed._head_rows
+    torch.testing.assert_close(small.draft_logits(hidden), rows(hidden))
+    small.detach()
+    assert not small._head_rows
 
 
 def test_a_packed_drafter_beside_a_packed_target(saved: dict[str, Path], drafters: Path) -> None:
     target = load(saved["llama"], "nf4", torch.bfloat16, llm_int8_skip_modules=[])
-    drafter = Eagle31Drafter.from_pretrained(
-        drafter_folder("shared rows", drafters), target=target, quantization_config=bits("nf4-dq")
-    )
+    drafter = packed("shared rows", drafters, "nf4-dq", target)
     assert drafter.dtype == torch.bfloat16
     assert isinstance(drafter.layers[0].self_attn.o_proj, FourBitLinear)
     assert_every_loop_agrees(target, drafter, random_prompts(1, seed=2), new_tokens=10)
@@ -142,8 +135,8 @@ def test_packed_demo_drafters_draft_nearly_the_same() -> None:
     full = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target)
     texts = [torch.tensor([prompt]) for prompt in prompts_for("demo-target", 3)]
     for packing, least in {"int8": 0.97, "nf4": 0.85, "nf4-dq": 0.85}.items():
-        packed = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target, quantization_config=bits(packing))
-        same = torch.cat([drafted(packed, ids) == drafted(full, ids) for ids in texts], -1)
+        small = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target, quantization_config=bits(packing))
+        same = torch.cat([drafted(small, ids) == drafted(full, ids) for ids in texts], -1)
         assert float(same.float().mean()) > least, packing
 
 
@@ -184,9 +177,9 @@ def test_without_bitsandbytes_one_is_told_what_to_install(
 
 
 def test_a_packed_drafter_is_not_saved(drafters: Path, tmp_path: Path) -> None:
-    packed = Eagle31Drafter.from_pretrained(drafter_folder("eagle 3.1", drafters), quantization_config=bits("nf4"))
+    drafter = packed("eagle 3.1", drafters, "nf4", None)
     with pytest.raises(ConfigurationError, match=r"packed in nf4 to save; .*loaded without quantization_config"):
-        packed.save_pretrained(tmp_path / "saved")
+        drafter.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 

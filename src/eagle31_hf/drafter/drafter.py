@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +42,8 @@ class Eagle31Drafter(Assistant, Eagle31Network):
 
     Attributes:
         packing: how its matrices are packed, `None` if they are not. Others are `Assistant`'s.
+        metadata: `{"target_model": {"name_or_path", "architectures"}}` where its `config.json` names the target it is
+            for.
     """
 
     generation_config: Eagle31GenerationConfig
@@ -49,7 +51,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
 
     def __init__(self, config: Eagle31Config):
         super().__init__(config)
-        self._checkpoint_origin: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = {}
         self._head_rows: list[Tensor | nn.Module] = []
         self.packing: PackingScheme | None = None
         self._draft_ids: Tensor | None = None
@@ -144,7 +146,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         with torch.device("meta"):
             drafter = kind(checkpoint.config)
         drafter.load_canonical(checkpoint.tensors)
-        drafter._checkpoint_origin = {"format": checkpoint.format, "metadata": checkpoint.metadata}
+        drafter.metadata = checkpoint.metadata
         return drafter
 
     def to_checkpoint(self) -> Checkpoint:
@@ -158,12 +160,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
                 f"got a drafter packed in {self.packing.method} to save; only unpacked weights are written: save the "
                 "drafter as loaded without quantization_config, and pack it whenever it is loaded"
             )
-        return Checkpoint(
-            config=self.config,
-            tensors=self.canonical_tensors(),
-            format=self._checkpoint_origin.get("format", "plain"),
-            metadata=dict(self.metadata),
-        )
+        return Checkpoint(self.config, self.canonical_tensors(), default_format(self.config), dict(self.metadata))
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | Path, *, format: str | None = None, **kwargs: Any
@@ -201,11 +198,6 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         origin = Path(self.name_or_path or "unsaved").resolve()
         return publish_checkpoint(self.to_checkpoint(), origin, repo_id, **options)
 
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """`{"target_model": {"name_or_path", "architectures"}}` where its `config.json` names the target it is for."""
-        return self._checkpoint_origin.get("metadata", {})
-
     def name_target(self, name_or_path: str) -> None:
         """Write down that this drafter is for the attached target, found at `name_or_path`.
 
@@ -216,8 +208,8 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         """
         model: PreTrainedModel = self.binding.model
         architectures = list(model.config.architectures or [type(model).__name__])
-        named = {TARGET_MODEL: {"name_or_path": name_or_path, "architectures": architectures}}
-        self._checkpoint_origin["metadata"] = {**self.metadata, **named}
+        named = {"name_or_path": name_or_path, "architectures": architectures}
+        self.metadata = {**self.metadata, TARGET_MODEL: named}
 
     # --- target --------------------------------------------------------------------------------------------------
 
