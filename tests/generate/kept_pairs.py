@@ -22,7 +22,7 @@ from eagle31_hf.graphs.ahead import kept as kept_folder
 from eagle31_hf.graphs.ahead import packages
 from eagle31_hf.graphs.ahead.compiler_processes import CompilerProcesses
 from eagle31_hf.loop.pair import Pair
-from helpers import GROUPED, left_padded, random_drafter, random_prompts, random_target
+from helpers import GROUPED, assert_same_text, left_padded, random_drafter, random_prompts, random_target
 
 SETTINGS: dict[str, Any] = {
     "num_assistant_tokens": 3,
@@ -100,6 +100,13 @@ def write(drafter: Eagle31Drafter | None, seed: int = 0, rows: int = 1, target: 
     torch.manual_seed(seed)
     inputs = left_padded(random_prompts(rows, seed=seed))
     return target.generate(**inputs, assistant_model=drafter, **{"max_new_tokens": 40, **GREEDY, **how})
+
+
+def assert_plain(drafter: Eagle31Drafter, seed: int = 0, rows: int = 1, target: Any = None, **how: Any) -> Tensor:
+    """As `write`: our loop's text is plain's."""
+    inputs = left_padded(random_prompts(rows, seed=seed))
+    how = {"max_new_tokens": 40, **GREEDY, **how}
+    return assert_same_text(target or kept_target(), drafter, inputs, seed=seed, **how)
 
 
 def kinds(drafter: Eagle31Drafter) -> set[str]:

@@ -1,4 +1,5 @@
-"""Whatever changes what a target's forward does is noticed, in this process and by the name of its folder on disk."""
+"""Whatever changes what a target's forward does is noticed, in this process and by the name of its folder on disk; and
+so are changed weights, whatever they were changed by."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers as hf
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as modules
@@ -23,7 +24,7 @@ from transformers.models.llama import modeling_llama
 
 from adapter_changes import CHANGES, adapted, peft
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from eagle31_hf.graphs.seen import ModelState
+from eagle31_hf.graphs.seen import ModelState, SeenWeights, weights_of
 from families import RECURRENT_FAMILIES, TEXT_FAMILIES, recurrent_target
 from helpers import CONFIGS, random_target
 
@@ -91,77 +92,39 @@ def replace_a_method(model: Any) -> None:
     mlp.forward = MethodType(lambda self, states: -self.down_proj(states), mlp)
 
 
-def wrap_a_module(model: Any) -> None:
-    model.model.layers[1].mlp = Negated(model.model.layers[1].mlp)
-
-
 def change_a_class(model: Any) -> None:
     mlp = model.model.layers[1].mlp
     mlp.__class__ = type("Other", (type(mlp),), {})
 
 
-def change_a_scalar(model: Any) -> None:
-    model.model.layers[3].self_attn.scaling *= 2
+OF_MODULES: dict[str, Callable[[Any], object]] = {
+    "a forward": replace_a_forward,
+    "a method": replace_a_method,
+    "a module that is wrapped": lambda model: setattr(model.model.layers[1], "mlp", Negated(model.model.layers[1].mlp)),
+    "a class": change_a_class,
+    "a scalar": lambda model: setattr(model.model.layers[3].self_attn, "scaling", 2.0),
+    "an epsilon": lambda model: setattr(model.model.norm, "variance_epsilon", 0.5),
+    "a hook": lambda model: model.model.layers[0].register_forward_hook(lambda *_: None),
+    "a pre-hook": lambda model: model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: None),
+}
+NAMED_BESIDE: dict[str, Callable[[Any], object]] = {
+    "the config": lambda model: model.config.rope_parameters.update(rope_theta=7.0),
+    "the attention": lambda model: model.set_attn_implementation("eager"),
+    "another tensor": lambda model: setattr(model.model.norm, "shift", torch.ones(2)),
+    "a written tensor": lambda model: model.model.norm.shift.add_(1.0),
+}
+"""Configuration and tensors are in the folder's name beside the state."""
 
 
-def change_an_epsilon(model: Any) -> None:
-    model.model.norm.variance_epsilon = 0.5
-
-
-def hang_a_hook(model: Any) -> None:
-    model.model.layers[0].register_forward_hook(lambda *_: None)
-
-
-def hang_a_pre_hook(model: Any) -> None:
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: None)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        replace_a_forward,
-        replace_a_method,
-        wrap_a_module,
-        change_a_class,
-        change_a_scalar,
-        change_an_epsilon,
-        hang_a_hook,
-        hang_a_pre_hook,
-    ],
-)
-def test_what_becomes_of_modules_is_seen(change: Callable[[Any], None]) -> None:
-    model = random_target(CONFIGS["llama"]())
-    before = ModelState(model)
-    change(model)
-    after = ModelState(model)
-    assert before != after
-    assert before.told != after.told
-
-
-def change_the_config(model: Any) -> None:
-    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 7.0}
-
-
-def change_the_attention(model: Any) -> None:
-    model.set_attn_implementation("eager")
-
-
-def replace_a_tensor(model: Any) -> None:
-    model.model.norm.shift = torch.ones(2)
-
-
-def write_a_tensor(model: Any) -> None:
-    model.model.norm.shift += 1.0
-
-
-@pytest.mark.parametrize("change", [change_the_config, change_the_attention, replace_a_tensor, write_a_tensor])
-def test_what_has_another_name_on_disk_is_seen(change: Callable[[Any], None]) -> None:
-    """Configuration and tensors are in the folder's name beside the state."""
+@pytest.mark.parametrize("change", [*OF_MODULES, *NAMED_BESIDE])
+def test_what_becomes_of_modules_is_seen(change: str) -> None:
     model = random_target(CONFIGS["llama"]())
     model.model.norm.shift = torch.zeros(2)  # neither a parameter nor a buffer
     before = ModelState(model)
-    change(model)
-    assert ModelState(model) != before
+    (OF_MODULES | NAMED_BESIDE)[change](model)
+    after = ModelState(model)
+    assert before != after
+    assert before.told != after.told or change in NAMED_BESIDE
 
 
 def test_a_class_whose_forward_is_exchanged_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +143,7 @@ def test_code_of_others_is_told_from_that_of_libraries() -> None:
     state = ModelState(model)
     assert (state.hooks, state.replaced) == ([], [])
     replace_a_forward(model)
-    hang_a_hook(model)
+    OF_MODULES["a hook"](model)
     state = ModelState(model)
     assert (len(state.hooks), len(state.replaced)) == (1, 1)
     drafter.detach()
@@ -261,16 +224,9 @@ def test_what_holds_for_the_whole_process_is_seen(change: str) -> None:
         assert after != before
         assert after.told != before.told, "or graphs on disk would be taken for its own"
         assert ModelState(model) == after or after.hooks
+        assert bool(after.why_no_graph()) == (change not in PRECISION)
+        assert bool(after.why_no_graph(recorded=True)) == bool(after.hooks or after.autocast)
     assert ModelState(model) == before
-
-
-@pytest.mark.parametrize("change", [name for name in FOR_THE_PROCESS if name not in PRECISION])
-def test_code_of_others_for_the_whole_process_is_told_from_that_of_libraries(change: str) -> None:
-    model = random_target(CONFIGS["llama"]())
-    with FOR_THE_PROCESS[change]():
-        after = ModelState(model)
-        assert after.why_no_graph()
-        assert bool(after.hooks or after.autocast) == bool(after.why_no_graph(recorded=True))
 
 
 @pytest.mark.parametrize("family", [*TEXT_FAMILIES, *RECURRENT_FAMILIES])
@@ -279,3 +235,68 @@ def test_nothing_of_a_stock_model_is_code_of_others(family: str) -> None:
     make = TEXT_FAMILIES.get(family)
     state = ModelState(recurrent_target(family) if make is None else random_target(make()))
     assert (state.replaced, state.hooks, state.autocast) == ([], [], "")
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def network() -> nn.Sequential:
+    """Shared weights, weights that lie otherwise than their shape, a scalar, a buffer of another dtype."""
+    inner = nn.Linear(64, 64)
+    net = nn.Sequential(inner, nn.Linear(64, 64), inner, nn.BatchNorm1d(64))
+    net[1].weight = nn.Parameter(torch.randn(64, 64).T)
+    net.wide = nn.Parameter(torch.randn(64, 96)[:, :64])  # neither dense nor whole
+    net.experts = nn.Parameter(torch.randn(3, 16, 8))
+    net.odd = nn.Parameter(torch.randn(7, 5, dtype=torch.bfloat16))  # no row of it ends with a machine word
+    net.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))
+    return net
+
+
+def swap(data: Tensor, one: Any, other: Any) -> None:
+    data[one], data[other] = data[other].clone(), data[one].clone()
+
+
+OF_WEIGHTS: dict[str, Callable[[Any], object]] = {
+    "written": lambda net: net.requires_grad_(False)[0].weight[3, 3].add_(1.0),
+    "counted": lambda net: net[3].num_batches_tracked.add_(1),
+    "replaced": lambda net: setattr(net[1], "weight", nn.Parameter(net[1].weight.detach().clone())),
+    "removed": lambda net: setattr(net[1], "bias", None),
+}
+PAST_THE_VERSION: dict[str, Callable[[Any], object]] = {  # as tokens' embeddings are set and adapters are merged
+    "all": lambda net: net[1].weight.data.add_(1e-3),
+    "a slice": lambda net: net.wide.data.add_(1e-3),
+    "a row": lambda net: net[0].weight.data[7].fill_(1.0),
+    "an element": lambda net: net[1].weight.data[5, 9].add_(1e-3),
+    "an element of a slice": lambda net: net.wide.data[5, 9].add_(1e-3),
+    "an element of an odd row": lambda net: net.odd.data[4, 2].add_(1.0),
+    "a scalar": lambda net: net.scale.data.add_(1.0),
+    "rows that change places": lambda net: swap(net[0].weight.data, 3, 9),
+    "columns that do": lambda net: swap(net[0].weight.data.T, 3, 9),
+    "elements of two rows": lambda net: swap(net[0].weight.data, (3, 10), (9, 10)),
+    "heads of a slice": lambda net: net.wide.data[:, :32].copy_(net.wide.data[:, :32].roll(8, dims=1)),
+    "elements of a vector": lambda net: swap(net[0].bias.data, 10, 14),
+    "experts": lambda net: swap(net.experts.data, 0, 2),
+}
+
+
+@pytest.mark.parametrize("change", [*OF_WEIGHTS, *PAST_THE_VERSION])
+def test_a_change_of_weights_is_seen(change: str) -> None:
+    net = network()
+    seen, versions = (SeenWeights(weights_of(net), by_content=content) for content in (True, False))
+    assert seen.are_still(weights_of(net))
+    (OF_WEIGHTS | PAST_THE_VERSION)[change](net)
+    assert not seen.are_still(weights_of(net))
+    assert versions.are_still(weights_of(net)) == (change in PAST_THE_VERSION), "or the test tries something else"
+
+
+def test_a_nan_is_no_change() -> None:
+    net = network()
+    net[0].weight.data.fill_(torch.nan)
+    assert SeenWeights(weights_of(net), by_content=True).are_still(weights_of(net))
+
+
+def test_all_weights_are_found() -> None:
+    net = network()
+    net.append(net)  # some models hold themselves
+    wanted = {id(tensor) for tensor in (*net.parameters(), *net.buffers())}
+    assert {id(tensor) for tensor in weights_of(net)} == wanted
