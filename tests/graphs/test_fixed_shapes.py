@@ -13,20 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle31_hf.cache.graph_sizes import NODE_BUCKET, node_bucket, slot_bucket
-from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.drafting import planner
-from eagle31_hf.drafting.draft_tree import DraftTree, ancestors_from_parents
-from eagle31_hf.graphs.captured import CAPTURES, CapturesSteps
+from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.graphs.draft_graphs import CompiledDrafting
 from eagle31_hf.graphs.graphs import Graphs
 from eagle31_hf.graphs.round_graphs import RoundGraph
 from eagle31_hf.graphs.steps import GraphKey
-from eagle31_hf.graphs.verify import CompiledVerification
 from eagle31_hf.loop.accept import Accepted
 from eagle31_hf.loop.choosing import RoundBatch
-from eagle31_hf.loop.pair import Pair, current_graphs
+from eagle31_hf.loop.pair import Pair
 from eagle31_hf.targets.binding import TargetOutput, Verification
-from helpers import RoundWrapper, assert_same_or_tie, configured, left_padded, random_prompts, wrapped_rounds
+from helpers import RoundWrapper, assert_same_text, configured, left_padded, random_prompts, wrapped_rounds
 
 # --- buckets ----------------------------------------------------------------------------------------------------------
 
@@ -114,44 +110,22 @@ def drafted() -> Iterator[list[tuple[DraftTree, list[int]]]]:
         yield kept
 
 
-@pytest.mark.parametrize("sample", [False, True])
+AT_ONCE: dict[str, tuple[dict[str, Any], bool]] = {
+    "chain": (CHAIN, False),
+    "sampled chain": (CHAIN, True),
+    "tree": (NARROW, False),
+}
+
+
+@pytest.mark.parametrize("way", AT_ONCE)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
 @pytest.mark.thorough(every=2)
-def test_a_chain_at_once_is_the_chain_step_by_step(
-    family: str, sample: bool, uncompiled: None, drafted: list, monkeypatch: pytest.MonkeyPatch
+def test_a_draft_at_once_is_the_draft_step_by_step(
+    family: str, way: str, uncompiled: None, drafted: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
-    target = drafter.binding.model
-    for size in (1, 3):
-        texts, drafts = [], []
-        for at_once in (False, True):
-            drafted.clear()
-            inputs = left_padded(random_prompts(size))
-            with (
-                configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN),
-                monkeypatch.context() as m,
-            ):
-                if not at_once:
-                    m.setattr(CompiledDrafting, "whole", lambda *_: None)
-                    m.setattr(RoundGraph, "__call__", lambda *_: None)
-                torch.manual_seed(3)
-                texts.append(target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, do_sample=sample))
-            drafts.append(list(drafted))
-        assert torch.equal(*texts)
-        for (stepwise, live), (whole, also_live) in zip(*drafts, strict=True):
-            assert live == also_live
-            assert torch.equal(stepwise.tokens[live], whole.tokens[live])
-    assert {shape[:3] for shape in Pair.of(drafter).graphs.keys if shape[0] == "chain"} == {
-        ("chain", 1, 5), ("chain", 3, 5)
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
-def test_a_tree_at_once_is_the_tree_level_by_level(
-    family: str, uncompiled: None, drafted: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
-    for size in (1, 3):
+    drafter, (fields, sample) = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {})), AT_ONCE[way]
+    depth, call = fields["num_assistant_tokens"], {"max_new_tokens": 20, "do_sample": sample}
+    for rows in (1, 3):
         drafts = []
         for at_once in (False, True):
             drafted.clear()
@@ -159,23 +133,23 @@ def test_a_tree_at_once_is_the_tree_level_by_level(
                 if not at_once:
                     m.setattr(CompiledDrafting, "whole", lambda *_: None)
                     m.setattr(RoundGraph, "__call__", lambda *_: None)
-                plain, ours = write(drafter, random_prompts(size), **NARROW)
-            assert assert_same_or_tie(drafter.binding.model, plain, ours) == 0
+                settings = {"speculation_loop": "own", "acceleration": "compile", **fields}
+                assert_same_text(
+                    drafter.binding.model, drafter, left_padded(random_prompts(rows)), seed=3, settings=settings, **call
+                )
             drafts.append(list(drafted))
-        assert len(drafts[0]) > 3
-        for (by_level, live), (whole, also_live) in zip(*drafts, strict=False):
+        compared = 0
+        for (stepwise, live), (whole, also_live) in zip(*drafts, strict=True):
             assert live == also_live
-            assert by_level.max_depth == whole.max_depth
-            assert whole.positions.max() <= whole.max_depth
-            if whole.max_depth < 4:  # the last of a text, grown as deep as any and then cut
-                break
-            assert by_level.max_children == whole.max_children
-            for name in ("tokens", "parents", "depths", "ancestors"):
-                assert torch.equal(getattr(by_level, name)[live], getattr(whole, name)[live]), name
-            torch.testing.assert_close(by_level.scores[live], whole.scores[live])
-    shapes = Pair.of(drafter).graphs.keys
-    trees = {(key.rows, key.size, *key.shape[:2]) for key in shapes if key.kind == "tree"}
-    assert trees == {(rows, 8, 4, 2) for rows in (1, 3)}
+            assert stepwise.max_depth == whole.max_depth
+            if whole.max_depth == depth:  # else the last of a text, grown as deep as any and then cut
+                for name in ("tokens", "parents", "depths", "ancestors"):
+                    assert torch.equal(getattr(stepwise, name)[live], getattr(whole, name)[live]), name
+                compared += 1
+        assert compared > 3
+    kind = "tree" if way == "tree" else "chain"
+    keys = {key[:3] for key in Pair.of(drafter).graphs.keys if key.kind == kind}
+    assert keys == {(kind, rows, 8 if way == "tree" else 5) for rows in (1, 3)}
 
 
 def test_rows_that_end_do_not_make_new_shapes(uncompiled: None) -> None:
@@ -214,34 +188,6 @@ def test_ended_rows_stand_still_until_few_are_left(family: str, uncompiled: None
     assert {shape[1] for shape in Pair.of(drafter).graphs.keys} == {5}
 
 
-def test_ended_rows_leave_where_verification_stays_eager(uncompiled: None, sizes: list[tuple[int, int]]) -> None:
-    write(pair_of("llama"), random_prompts(5, seed=2), cache_type="int8", **CHAIN)
-    assert all(rows == live for rows, live in sizes)
-    assert min(sizes) < (5, 5)
-
-
-@pytest.mark.parametrize("top_k", [0, 7])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
-@pytest.mark.thorough(every=2)
-def test_sampling_draws_the_same_tokens(
-    family: str, top_k: int, uncompiled: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one row that never rests, that is: in a batch rows that have ended take numbers where they stand still, and
-    none where not, as does a graph that drafts ahead of a rest."""
-    monkeypatch.setattr(planner, "VAIN_ROUNDS", 1000)
-    drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
-    target = drafter.binding.model
-    for seed in range(3):
-        inputs, texts = left_padded(random_prompts(1, seed=seed)), []
-        for mode in ("eager", "compile"):
-            with configured(drafter, speculation_loop="own", acceleration=mode, **CHAIN):
-                torch.manual_seed(seed)
-                sampling = {"do_sample": True, "top_k": top_k}
-                texts.append(target.generate(**inputs, max_new_tokens=30, assistant_model=drafter, **sampling))
-        assert torch.equal(*texts)
-    assert "advance" in {kind for kind, *_ in Pair.of(drafter).graphs.keys}
-
-
 JUDGED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # settings of the draft, of sampling, nodes
     "greedy chain": (CHAIN, {"do_sample": False}, 6),
     "sampled chain": (CHAIN, {"do_sample": True, "top_k": 0, "top_p": 0.9}, 6),
@@ -274,31 +220,3 @@ def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> 
         told = target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, **asked)
     assert len(told.scores) == 20
     assert "advance" not in {kind for kind, *_ in Pair.of(drafter).graphs.keys}
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
-@pytest.mark.parametrize("parents", [[0, 0, 1, 2, 3], [0, 0, 0, 1, 2]], ids=["chain", "tree"])
-def test_a_fixed_verification_is_the_eager_one(family: str, parents: list[int], uncompiled: None) -> None:
-    """Rows of unequal length, a chain and a tree, masks made in the graph or (windows) before it."""
-    drafter = pair_of(family)
-    binding = drafter.binding
-    cache = SpeculativeCache.from_config(
-        binding.text_config, batch_size=2, capacity=128, block=32, slab=16, masks_by_type=binding.masks_by_type
-    )
-    graphs = current_graphs(drafter).made_by(CapturesSteps(CAPTURES["cpu"]))
-    verify = CompiledVerification(binding, cache, graphs, most_nodes=5)
-    prompts = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
-    above = torch.tensor([parents] * 2)
-    ancestors, children = ancestors_from_parents(above, 4), max(parents[1:].count(node) for node in range(5))
-    depths = ancestors.sum(2) - 1
-    tree = DraftTree(prompts[:, :5], above, depths, ancestors, max_depth=int(depths.max()), max_children=children)
-    with torch.no_grad(), binding.capturing():
-        cache.place(20)
-        binding.forward(prompts, cache.position_ids(), cache.attention_mask(), cache)
-        cache.commit([20, 13])
-        eager = Verification(binding, cache)(tree)
-        verify(tree)  # makes the step
-        fixed = verify(tree)
-    torch.testing.assert_close(fixed.logits, eager.logits, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(fixed.aux, eager.aux, rtol=1e-4, atol=1e-4)
-    assert len(verify.graphs.keys) == 1
