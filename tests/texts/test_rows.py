@@ -110,6 +110,11 @@ def test_all_parts_of_a_row_are_read(form: str) -> None:
     assert list(row(**fields).messages) == messages
 
 
+def test_tools_may_be_json_text() -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    assert row(messages=SAID, tools=json.dumps(tools)) == row(messages=SAID, tools=tools)
+
+
 def test_reasoning_has_one_name() -> None:
     """As `serve` reads it in messages."""
     for thought in (
@@ -143,6 +148,12 @@ def test_turns_that_are_not_to_be_learned_are_marked(not_learned: dict[str, Any]
         ({"messages": SAID, "images": ["a.png"]}, "images cannot be read here"),
         ({"messages": [{**SAID[0], "function_call": {"name": "f"}}]}, r"messages\[0\]: function_call cannot be read"),
         ({"messages": [SAID[0], {**SAID[1], "weight": 0.5}]}, r"messages\[1\]: weight is 0.5; wanted 0 .* or 1"),
+        ({"messages": SAID, "tools": 3}, "tools is int; wanted a list"),
+        ({"messages": SAID, "tools": "{"}, "tools: not JSON"),
+        ({"messages": SAID, "tools": ["a"]}, r"tools\[0\] is str; wanted an object"),
+        ({"messages": SAID, "chat_template_kwargs": [1]}, "chat_template_kwargs is list; wanted an object"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of type image; wanted text alone"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "arguments: not"),
         ({"chat": {"messages": []}}, "chat holds no messages; wanted an export of Open WebUI"),
         ({"chat": {"messages": [{**SAID[0], "files": [{"id": 1}]}]}}, "files cannot be read here"),
     ],

@@ -12,7 +12,6 @@ from chat_rows import render, writing
 from rich.console import Console
 
 from eagle31_hf.demo import target_path
-from eagle31_hf.errors import TrainingError
 from eagle31_hf.texts.chats import encode_chat
 from eagle31_hf.texts.rows import Conversation, conversation_from_row
 from eagle31_hf.training.measure import evaluation_prompts
@@ -71,8 +70,10 @@ def test_calls_and_reasoning_are_rendered_and_learned(tool_tokenizer) -> None:
     assert learned(tool_tokenizer, silent) == "weather:Rome<|end|>Hot.<|end|>"
 
 
-def test_tools_may_be_json_text(tool_tokenizer) -> None:
-    assert row(**{**TOOL_ROW, "tools": json.dumps([WEATHER])}) == row(**TOOL_ROW)
+def test_a_template_that_joins_arguments_to_text_gets_them_as_json(tool_tokenizer) -> None:
+    """As a request to the server does; the data's are objects."""
+    tool_tokenizer.chat_template = TOOL_TEMPLATE.replace("call.function.arguments.city", "'' + call.function.arguments")
+    assert learned(tool_tokenizer, row(**TOOL_ROW)).startswith('weather:{"city": "Rome"}<|end|>')
 
 
 def test_a_rows_tokens_are_those_that_serving_sends(tool_tokenizer) -> None:
@@ -96,25 +97,6 @@ def test_results_of_calls_stay_with_their_calls(tmp_path: Path, target, tool_tok
     ids, mask = render(tool_tokenizer, written)
     assert ids[-len(written.answer_ids) :] == list(written.answer_ids)
     assert "weather:Rome" in tool_tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on])
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tools": 3}, "tools is int; wanted a list"),
-        ({"tools": "{"}, "tools: not JSON"),
-        ({"tools": ["a"]}, r"tools\[0\] is str; wanted an object"),
-        ({"chat_template_kwargs": [1]}, "chat_template_kwargs is list; wanted an object"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of type image; wanted text alone"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
-            "arguments: not JSON",
-        ),
-    ],
-)
-def test_what_cannot_be_read_is_named(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(TrainingError, match=message):
-        row(**{**TOOL_ROW, **fields})
 
 
 # --- base models ------------------------------------------------------------------------------------------------------

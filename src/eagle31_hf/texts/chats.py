@@ -46,14 +46,23 @@ def encode_chat(
             "this model's chat template has no place for tools; leave tools out, or give a template that has "
             "(--chat-template)"
         )
-    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, **template_options}
-    options["tools"] = list(tools) if tools else None
     try:
-        with suppress(TypeError):
-            return tokenizer.apply_chat_template(list(messages), **options)  # type: ignore[return-value]
-        return tokenizer.apply_chat_template([_with_written_arguments(each) for each in messages], **options)  # type: ignore[return-value]
+        return apply_template(tokenizer, messages, tools, add_generation_prompt=True, **template_options)
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise ConfigurationError(f"this model's chat template refuses these messages: {error}") from error
+
+
+def apply_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] | None,
+    **options: Any,
+) -> list[int]:
+    """Token ids of a chat; raises whatever the template raises."""
+    options = {"tokenize": True, "return_dict": False, "tools": list(tools) if tools else None, **options}
+    with suppress(TypeError):
+        return tokenizer.apply_chat_template(list(messages), **options)  # type: ignore[return-value]
+    return tokenizer.apply_chat_template([_with_written_arguments(each) for each in messages], **options)  # type: ignore[return-value]
 
 
 def _with_written_arguments(message: Message) -> Message:

@@ -9,7 +9,6 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigurationError, TrainingError
+from ..texts.chats import apply_template
 from ..texts.rows import Conversation, Message
 
 MOST_OPENING_TOKENS = 256
@@ -114,12 +114,12 @@ def render_turns(
         messages = messages[:-1]
         ids = prompt_ids(tokenizer, conversation, messages)
     else:
-        ids = _apply(tokenizer, conversation, messages)["input_ids"]
+        ids = _apply(tokenizer, conversation, messages)
     mask, rewritten, is_shown = [learns_all] * len(ids), [], bool(answer)
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        alone = _apply(tokenizer, conversation, messages[: turn + 1])["input_ids"]
+        alone = _apply(tokenizer, conversation, messages[: turn + 1])
         start = _common_prefix(alone, prompt_ids(tokenizer, conversation, messages[:turn]) if turn else [])
         shared, is_learned = _common_prefix(ids, alone), message.get("weight") != 0
         is_shown |= start < len(alone)
@@ -128,7 +128,7 @@ def render_turns(
             rewritten.append((alone, [False] * start + [True] * (len(alone) - start)))
             continue
         if is_rewritten:  # where its other form ends is not known, so what follows it is left out, too
-            shared = _common_prefix(ids, _apply(tokenizer, conversation, messages[: turn + 2])["input_ids"])
+            shared = _common_prefix(ids, _apply(tokenizer, conversation, messages[: turn + 2]))
         mask[start:shared] = [is_learned] * max(0, shared - start)
     if not is_shown:
         raise TrainingError(
@@ -185,21 +185,15 @@ def prompt_ids(
     """
     if is_plain(tokenizer, conversation):
         return _plain_ids(tokenizer, conversation, opening=True)
-    return _apply(tokenizer, conversation, messages, add_generation_prompt=True)["input_ids"]
+    return _apply(tokenizer, conversation, messages, asks=True)
 
 
 def _apply(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, messages: Sequence[Message], **options: Any
-) -> Any:
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, messages: Sequence[Message], *, asks: bool = False
+) -> list[int]:
+    options = {"add_generation_prompt": asks, **conversation.template_kwargs}
     try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(conversation.tools) or None,
-            tokenize=True,
-            return_dict=True,
-            **conversation.template_kwargs,
-            **options,
-        )
+        return apply_template(tokenizer, messages, conversation.tools, **options)
     except Exception as error:  # a template may raise anything
         raise TrainingError(
             f"{conversation.id}: the target's chat template refuses this conversation ({error}); mend the row"
