@@ -23,10 +23,16 @@ from test_counts import TARGETS, config_of_states
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.graphs.verify import CompiledVerification
-from eagle31_hf.memory.activation_bytes import recorded_lengths, workspace_bytes
 from eagle31_hf.memory.cards import find_card
 from eagle31_hf.memory.drafter_facts import read_drafter
-from eagle31_hf.memory.ledger import BETWEEN, LedgerTerm, MemorySettings, build_ledger
+from eagle31_hf.memory.ledger import (
+    BETWEEN,
+    LedgerTerm,
+    MemorySettings,
+    build_ledger,
+    recorded_lengths,
+    workspace_bytes,
+)
 from eagle31_hf.memory.storage_counter import StorageCounter
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.memory.weight_bytes import storage_bytes

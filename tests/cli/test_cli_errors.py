@@ -77,7 +77,7 @@ def test_a_target_named_as_the_drafter_is_called_so(case, tmp_path):
 def test_a_hub_drafter_is_known_by_its_architecture(tmp_path, monkeypatch):
     """Of an id only the config is at hand when it is asked."""
     config = LlamaConfig(architectures=["LlamaForCausalLMEagle3"])
-    monkeypatch.setattr("eagle31_hf.targets.loading.AutoConfig.from_pretrained", lambda *_, **__: config)
+    monkeypatch.setattr("eagle31_hf.drafter.loading.AutoConfig.from_pretrained", lambda *_, **__: config)
     assert "'some/eagle3' is a drafter" in error_of(
         "generate", "--target", "some/eagle3", "--drafter", DRAFTER, "--prompt", "x"
     )

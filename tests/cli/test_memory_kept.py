@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from eagle31_hf.cli import app, generate
 from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair, make_plan
+from eagle31_hf.drafter import loading
 from eagle31_hf.drafting.shape import USUAL_TREE
 from eagle31_hf.memory.apply_plan import apply_plan
 from eagle31_hf.settings import Eagle31GenerationConfig
-from eagle31_hf.targets import loading
 from peak_runs import StorageMeter
 
 REPEATED = "What is the weather going to be like in Portland this weekend? " * 150

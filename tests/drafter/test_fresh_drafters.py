@@ -14,9 +14,7 @@ from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.demo import target_path
 from eagle31_hf.drafter.default_config import default_config
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
-from eagle31_hf.memory.activation_bytes import full_cache_bytes
-from eagle31_hf.memory.layer_sizes import sizes_by_layer, trained_context
-from eagle31_hf.memory.target_facts import read_target
+from eagle31_hf.memory.target_facts import read_target, sizes_by_layer, trained_context
 from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from eagle31_hf.training.settings import TrainingSettings
 from families import GEMMA_4, TEXT_FAMILIES
@@ -53,7 +51,7 @@ def test_drafts_stay_within_a_table_of_learned_positions(family):
 def test_cache_bytes_are_planned_layer_by_layer(family):
     """What Gemma 4's wide and narrow layers take is what a cache of it holds."""
     target = random_target(TEXT_FAMILIES[family]())
-    shape = read_target(target.config).shape
+    planned = read_target(target.config).forward.count(4, 40, capacity=40, block=4).cache
     cache = SpeculativeCache.from_config(target.config, batch_size=1, capacity=40, block=4)
     cache.place(4)
     mask = cache.attention_mask(dtype=torch.float32)
@@ -63,7 +61,7 @@ def test_cache_bytes_are_planned_layer_by_layer(family):
     except ValueError:
         pytest.skip("takes no such mask: never served by this cache")
     held = sum(layer.num_bytes for layer in cache.layers)
-    assert full_cache_bytes(shape, 40, 4) == held
+    assert planned == held
 
 
 def of_depth(layers: int):

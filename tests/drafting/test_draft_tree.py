@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eagle31_hf.drafter.dynamic import TreeGrowth
 from eagle31_hf.drafting.draft_tree import DraftTree, ancestors_from_parents, chain_ancestors
-from eagle31_hf.drafting.dynamic import TreeGrowth
 from eagle31_hf.errors import ConfigurationError
 
 VOCAB = 7

@@ -237,7 +237,7 @@ def test_noise_is_planned_as_far_as_a_round_looks_ahead(kind: str, ahead: int) -
     card = Card("a card", kind, 24 * GIB, 24 * GIB)
     plan = plan_memory(target_of("demo-target"), drafter=DEMO_DRAFTER, card=card, draft_tokens=6)
     (noise,) = [term.num_bytes for term in plan.ledger if term.name == "sampling noise"]
-    assert noise == noise_bytes(1, plan.target.shape.vocab_size, ahead)
+    assert noise == noise_bytes(1, plan.target.vocab_size, ahead)
     drafter = drafter_of("llama")
     graph = RoundStep(drafter, DraftShape(6), GraphChoice(draws=True, warping=None))
     assert graph.looks_ahead == 13

@@ -14,7 +14,6 @@ from eagle31_hf.drafter.draft_rows import with_draft_rows, with_rows
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import CheckpointFormatError, MemoryPlanError
 from eagle31_hf.memory import plan_memory
-from eagle31_hf.memory.activation_bytes import full_cache_bytes
 from eagle31_hf.memory.cards import GIB, Card
 from eagle31_hf.memory.drafter_facts import DrafterFacts, read_drafter
 from eagle31_hf.memory.ledger import RUNNING
@@ -49,7 +48,7 @@ def test_weights_and_cache_are_those_of_the_loaded_head(pair) -> None:
     width = target.config.hidden_size
     session.absorb(torch.arange(9)[None], torch.randn(1, 9, width), [9])
     kept = sum(layer.num_bytes for layer in session.cache.attending)
-    assert full_cache_bytes(facts.shape.decoder, 64, session.cache.block) == kept > 0
+    assert facts.count(9, 64, capacity=64, block=session.cache.block).cache == kept > 0
 
 
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
@@ -80,7 +79,7 @@ def test_draft_rows_cost_what_is_copied_of_them(tmp_path: Path) -> None:
         for given in (tmp_path / name, drafter):
             facts = facts_of(given, target)
             assert facts.head_bytes(FP32) == copied
-            assert facts.shape.draft_vocab == 40
+            assert facts.draft_vocab == 40
 
 
 def saved_head(head: Checkpoint, folder: Path) -> None:
@@ -92,7 +91,7 @@ def test_a_plan_takes_the_head_inside_the_target(tmp_path: Path) -> None:
     target = target_with_head("glm4_moe_lite", folder)
     by_itself = plan_memory(folder, context=64, card="RTX 4090")
     asked = plan_memory(folder, drafter="mtp", context=64, card="RTX 4090")
-    assert by_itself.drafter == asked.drafter == facts_of(folder, read_target_of(folder))
+    assert by_itself.drafter.name == asked.drafter.name == facts_of(folder, read_target_of(folder)).name
     assert "MTP head" in by_itself.drafter.name
     target.save_pretrained(tmp_path / "tuned")
     assert "MTP head" not in plan_memory(tmp_path / "tuned", context=64, card="RTX 4090").drafter.name
@@ -124,8 +123,8 @@ def test_targets_known_by_name_have_their_familys_head(name: str, parameters: in
     assert plan.drafter is not None
     assert "MTP head" in plan.drafter.name
     assert plan.drafter.weight_bytes(SCHEMES["bf16"]) == pytest.approx(2 * parameters, rel=0.001)
-    assert full_cache_bytes(plan.drafter.shape.decoder, 1000, 8) == 1000 * cached * 2
-    assert plan_memory(name, drafter="mtp", card="RTX 4090", context=64).drafter == plan.drafter
+    assert plan.drafter.count(8, 1000, capacity=1000, block=8).cache == 1000 * cached * 2
+    assert plan_memory(name, drafter="mtp", card="RTX 4090", context=64).drafter.name == plan.drafter.name
 
 
 def test_targets_without_a_head_say_so_where_it_is_asked_for() -> None:

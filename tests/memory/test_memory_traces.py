@@ -29,23 +29,12 @@ from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.config import Eagle31Config
 from eagle31_hf.drafter.modeling_eagle31 import Eagle31Network
 from eagle31_hf.loop.prefill import ChunkedPrefill
-from eagle31_hf.memory.activation_bytes import (
-    Block,
-    absorb_bytes,
-    draft_step_bytes,
-    full_cache_bytes,
-    logits_bytes,
-    packed_cache_bytes,
-    resident_mask_bytes,
-    target_forward_bytes,
-    unpacked_layer_bytes,
-)
 from eagle31_hf.memory.cards import Card
 from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.ledger import DRAFTER_PREFILL, PREFILL, VERIFY, MemorySettings, build_ledger
 from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.storage_counter import StorageCounter
-from eagle31_hf.memory.target_facts import decoder_shape, read_target
+from eagle31_hf.memory.target_facts import dry_run_of, read_target
 from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from eagle31_hf.targets.grouped_attention import attending_grouped
 from helpers import configured, drafter_of, target_of
@@ -177,18 +166,15 @@ def trace_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
 
 
 def predicted_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
-    shape = decoder_shape(config, SCHEMES["bf16"])
-    sizes = (shape, run.capacity, max(run.chunk, run.nodes))
-    packed = packed_cache_bytes(*sizes) + unpacked_layer_bytes(*sizes)
-    cache = run.batch * (full_cache_bytes(*sizes) if run.cache_type == "full" else packed)
-    mask = 0 if run.batch > 1 else resident_mask_bytes(shape, run.nodes, run.capacity)
-    ragged = run.batch > 1
-    prefill = Block(run.batch, run.chunk, run.prompt, run.capacity, ragged)
-    verify = Block(run.batch, run.nodes, run.capacity, run.capacity, ragged)
-    logits = logits_bytes(shape, verify.rows) + 2 * verify.rows * shape.hidden_size * 2
+    sizes = {"capacity": run.capacity, "block": max(run.chunk, run.nodes), "batch": run.batch,
+             "cache_type": run.cache_type, "grows": run.slab is not None}  # fmt: skip
+    forwards = dry_run_of(config, SCHEMES["bf16"])
+    prefill = forwards.count(run.chunk, run.prompt, **sizes)
+    verify = forwards.count(run.nodes, run.capacity, verifies=True, **sizes)
+    unpacked = verify.beside if run.cache_type != "full" else 0
     return {
-        PREFILL: cache + target_forward_bytes(shape, prefill, taps=0),
-        VERIFY: cache + mask + max(target_forward_bytes(shape, verify, taps=0), logits),
+        PREFILL: verify.cache + unpacked + prefill.activations,
+        VERIFY: verify.cache + verify.beside + verify.activations,
     }
 
 
@@ -250,17 +236,18 @@ def absorb(network: Eagle31Network, embedding: nn.Embedding, cache: SpeculativeC
 
 @pytest.mark.parametrize("run", [Run(2048, 2048, 7), Run(8192, 1024, 8), Run(8192, 512, 16)], ids=str)
 def test_drafter_peaks_match_a_trace(run: Run) -> None:
-    shape = drafter_facts(DRAFTER, 2).shape
-    kv = full_cache_bytes(shape.decoder, run.capacity, run.chunk)
+    facts = drafter_facts(DRAFTER, 2)
+    sizes = {"capacity": run.capacity, "block": run.chunk, "grows": False}
+    held = facts.count(run.nodes, run.capacity, **sizes)
     with FakeTensorMode():
         network, embedding = fake_drafter()
         with torch.no_grad(), StorageCounter() as counter:
             cache = SpeculativeCache(LayerKinds([None]), batch_size=1, capacity=run.capacity, block=run.chunk)
             for _ in range(0, run.prompt, run.chunk):
                 counter.restart_peak()
-                absorb(network, embedding, cache, torch.empty(1, run.chunk, shape.aux_width, dtype=BF16))
-            block = Block(1, run.chunk, run.prompt, run.capacity)
-            assert within(kv + absorb_bytes(shape, block), counter.peak_bytes, 0.02)
+                absorb(network, embedding, cache, torch.empty(1, run.chunk, facts.aux_width, dtype=BF16))
+            planned = held.cache + facts.absorb_bytes(run.chunk, run.prompt, batch=1, **sizes)
+            assert within(planned, counter.peak_bytes, 0.02)
 
             feedback = torch.empty(1, run.nodes, DRAFTER.hidden_size, dtype=BF16)
             cache.place(run.nodes)
@@ -268,10 +255,9 @@ def test_drafter_peaks_match_a_trace(run: Run) -> None:
             counter.restart_peak()
             tokens = embedding(torch.zeros(1, run.nodes, dtype=torch.long))
             network.decode(tokens, feedback, network.rotary(cache.position_ids()), mask, cache)
-            step = Block(1, run.nodes, run.capacity, run.capacity)
-            resident = resident_mask_bytes(shape.decoder, run.nodes, run.capacity)
-            unranked = replace(shape, draft_vocab=1)  # the head is not run here
-            assert within(kv + resident + draft_step_bytes(unranked, step), counter.peak_bytes, 0.02)
+            unranked = replace(facts, draft_vocab=1)  # the head is not run here
+            planned = held.cache + held.beside + unranked.step_bytes(run.nodes, run.capacity, batch=1, **sizes)
+            assert within(planned, counter.peak_bytes, 0.02)
 
 
 @pytest.mark.parametrize("cache_type", ["full", "int8"])

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.memory import plan_memory
-from eagle31_hf.memory.activation_bytes import full_cache_bytes
 from eagle31_hf.memory.quantization_schemes import SCHEMES
-from eagle31_hf.memory.target_facts import decoder_shape
+from eagle31_hf.memory.target_facts import dry_run_of
 from families import GEMMA_4
 
 KINDS = (["sliding_attention"] * 4 + ["full_attention"]) * 7
@@ -43,7 +42,8 @@ def test_the_cache_of_a_run_is_planned_to_the_byte(shared: int) -> None:
     assert drafter.stats.loop == "own"
     cache = max(made, key=lambda each: each.num_bytes)
     taken = sum(layer.num_bytes for layer in cache.layers)
-    assert taken == full_cache_bytes(decoder_shape(config, SCHEMES["fp32"]), cache.capacity, cache.block)
+    forwards, capacity = dry_run_of(config, SCHEMES["fp32"]), cache.capacity
+    assert taken == forwards.count(8, capacity, capacity=capacity, block=cache.block).cache
 
 
 def test_a_plan_holds_what_fifteen_of_thirty_five_layers_keep() -> None:

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3_5TextModel
 
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.stock import StateSnapshot
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.errors import MemoryPlanError
-from eagle31_hf.memory import dry_run
-from eagle31_hf.memory.activation_bytes import Block, full_cache_bytes, target_forward_bytes
 from eagle31_hf.memory.apply_plan import plan_of_run
 from eagle31_hf.memory.cards import Card
 from eagle31_hf.memory.drafter_facts import read_drafter
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import BETWEEN, PREFILL, VERIFY, LedgerTerm, MemorySettings, build_ledger, captures_steps
 from eagle31_hf.memory.planner import plan_memory
-from eagle31_hf.memory.state_bytes import StateShape
 from eagle31_hf.memory.storage_counter import StorageCounter
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.targets.binding import CACHE_ARGUMENT
@@ -43,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def states_of(ledger: tuple[LedgerTerm, ...], moment: str) -> int:
     """What caches hold: without the snapshot, and what comes and goes while states are rebuilt."""
-    held = {"target states", "target states, of a chunk", "target states, of a draft", "target states, recorded"}
+    held = {"target states", "target states, of a block", "target states, recorded"}
     return sum(term.num_bytes for term in ledger if term.name in held and moment in term.moments)
 
 
@@ -90,13 +86,13 @@ def test_keys_and_values_are_those_of_layers_that_attend(family: str) -> None:
         pytest.skip("nothing attends")
     model = recurrent_target(family)
     config = model.config
-    shape = read_target(config, "fp32").shape
+    planned = read_target(config, "fp32").forward.count(3, 32, capacity=32, block=8).cache
     cache = SpeculativeCache.from_config(config, batch_size=1, capacity=32, block=8)
     stock = DynamicCache(config=config.get_text_config())
     model(torch.tensor([[5, 6, 7]]), **{CACHE_ARGUMENT: stock})
     cache.load_dynamic(stock)
     held = sum(layer.num_bytes for layer in cache.attending)
-    assert full_cache_bytes(shape, 32, 8) == held
+    assert planned == held
 
 
 def test_a_snapshot_is_within_its_term() -> None:
@@ -146,35 +142,19 @@ def test_rebuilding_takes_what_is_planned(family: str) -> None:
         plain = target.generate(ids, max_new_tokens=24, pad_token_id=0)
         with configured(drafter, num_assistant_tokens=7), oracle_drafts(plain, 8):
             target.generate(ids, max_new_tokens=24, pad_token_id=0, assistant_model=drafter)
-    states = read_target(target).shape.states
-    assert states is not None
-    assert max(peaks) > 4
-    for kept, peak in peaks.items():
-        assert states.rebuilding + kept * states.rebuilding_token == pytest.approx(peak, rel=0.05)
+    assert max(peaks) == 8
+    (term,) = [t for t in plan_of_run(drafter, MemorySettings(40, draft_tokens=7)).ledger if t.name.endswith("rebuilt")]
+    assert term.num_bytes == pytest.approx(peaks[8], rel=0.05)
 
 
 @pytest.mark.parametrize(("family", "are"), [("qwen3_5_text", True), ("lfm2", True), ("jamba", False)])
 def test_rounds_are_planned_as_they_are_captured(family: str, are: bool) -> None:
-    """Where they are, states stay with keys and values, and recordings hold what they give of states."""
+    """Where they are, states stay with keys and values."""
     card = Card("a card", "cuda", 24 * 2**30, 24 * 2**30)
     settings, target = MemorySettings(64, draft_tokens=5), read_target(recurrent_config(family))
-    states = target.shape.states
-    assert states is not None
-    nothing = StateShape(0, 0, 0, 0, 0, 0, 0)
-    without = replace(target, shape=replace(target.shape, states=nothing))
     assert captures_steps(target, card, settings) == are
-    assert captures_steps(without, card, settings)
-    drafter = read_drafter(None, target)
-    kept, kept_without = (
-        {term.name: term.num_bytes for term in build_ledger(each, drafter, card, settings) if BETWEEN in term.moments}
-        for each in (target, without)
-    )
+    kept = {t.name for t in build_ledger(target, read_drafter(None, target), card, settings) if BETWEEN in t.moments}
     assert ("target states" in kept) == ("recordings" in kept) == are
-    if are:
-        assert kept["target states"] == states.num_bytes
-        given = 2 * states.given_bytes(6)  # once for the length, once to move them on
-        handed_out = states.num_bytes if family == "qwen3_5_text" else 0  # of LFM2 another step takes more beside them
-        assert kept["recordings"] - kept_without["recordings"] == given + handed_out
 
 
 def test_a_tree_is_planned_as_the_chain_that_is_drafted() -> None:
@@ -189,34 +169,22 @@ def test_plans_name_states_that_cannot_be_taken_back() -> None:
 
 
 def test_a_model_that_does_not_run_without_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: object) -> int:
-        raise RuntimeError("elements are asked for")
-
-    monkeypatch.setattr(dry_run, "_taken", failing)
-    dry_run._forward_bytes.cache_clear()
+    target = read_target(recurrent_config("qwen3_5_text"))
+    monkeypatch.setattr(Qwen3_5TextModel, "forward", mock.Mock(side_effect=RuntimeError("elements are asked for")))
     with pytest.raises(MemoryPlanError, match=r"Qwen3_5ForCausalLM takes cannot be .* \(elements are asked for\)"):
-        read_target(recurrent_config("qwen3_5_text"))
+        target.forward.count(77, 99, capacity=99, block=77)
 
 
 @pytest.mark.parametrize("family", SEEING_HYBRIDS)
 def test_hybrids_that_see_are_planned(family: str) -> None:
     """By their text's states."""
     model = SEEING_HYBRIDS[family].model()
-    shape, text = read_target(model).shape, read_target(model.config.get_text_config()).shape
-    assert shape.states is not None
-    assert text.states is not None
-    assert shape.states.rebuilding == text.states.rebuilding > 0
-
-
-def test_states_follow_the_dtype_or_do_not() -> None:
-    """Windows are kept in the model's dtype, recurrent states as its kernels leave them."""
-    config: PreTrainedConfig = recurrent_config("qwen3_5_text")
-    half, full = (read_target(config, dtype).shape.states for dtype in ("bf16", "fp32"))
-    assert half is not None
-    assert full is not None
-    assert half.rebuilding == full.rebuilding
-    recurrent = half.rebuilding
-    assert half.num_bytes - recurrent == (full.num_bytes - recurrent) / 2
+    seeing, text = (
+        read_target(each, "bf16").forward.count(8, 64, capacity=64, block=16, verifies=True)
+        for each in (model.config, model.config.get_text_config())
+    )
+    assert seeing.rebuilding == text.rebuilding > 0
+    assert seeing.states == text.states > 0
 
 
 FOUR_LAYERS: dict[str, dict[str, Any]] = {
@@ -252,8 +220,6 @@ def test_the_peak_of_a_prompt_matches_a_trace(name: str) -> None:
                 )
                 cache.commit(chunk)
         mixers.let_go()
-    shape = read_target(config, "bf16").shape
-    assert shape.states is not None
-    held = full_cache_bytes(shape, 2 * chunk, chunk) + 2 * shape.states.num_bytes
-    planned = held + target_forward_bytes(shape, Block(1, chunk, 2 * chunk, 2 * chunk), taps=0)
+    forward = read_target(config, "bf16").forward.count(chunk, 2 * chunk, capacity=2 * chunk, block=chunk, grows=False)
+    planned = forward.cache + 2 * forward.states + forward.activations
     assert planned == pytest.approx(counter.peak_bytes, rel=0.04)

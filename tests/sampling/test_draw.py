@@ -10,8 +10,8 @@ from scipy import stats
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle31_hf.drafter.dynamic import TreeGrowth
 from eagle31_hf.drafting.draft_tree import DraftTree
-from eagle31_hf.drafting.dynamic import TreeGrowth
 from eagle31_hf.drafting.shape import noise_bytes
 from eagle31_hf.sampling.acceptance import accept_chosen
 from eagle31_hf.sampling.draw import PositionNoise, argmax, choose, perturbed, random_state, why_noise_is_unknown

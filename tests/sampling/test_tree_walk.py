@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle31_hf.drafter.dynamic import TreeGrowth
 from eagle31_hf.drafting.draft_tree import DraftTree
-from eagle31_hf.drafting.dynamic import TreeGrowth
 from eagle31_hf.sampling import acceptance
 from eagle31_hf.sampling.acceptance import Acceptance, accept_chosen, accept_tree_walk
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import families
 from eagle31_hf.cli import app
+from eagle31_hf.drafter.loading import load_target
 from eagle31_hf.errors import IncompatibleTargetError, removal
 from eagle31_hf.memory import plan_memory
-from eagle31_hf.targets.loading import load_target
 from eagle31_hf.training.preparation import load_target as load_frozen
 from eagle31_hf.training.settings import TrainingSettings
 from helpers import demo_tokenizer, random_drafter, seeded

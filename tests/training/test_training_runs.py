@@ -19,8 +19,8 @@ from tiny_training import make_drafter, make_target
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import target_path
+from eagle31_hf.drafter import loading
 from eagle31_hf.errors import ConfigurationError, Eagle31Error, TrainingError
-from eagle31_hf.targets import loading
 from eagle31_hf.training import train
 from eagle31_hf.training.measure import EvaluationPrompt
 from eagle31_hf.training.preparation import Preparation

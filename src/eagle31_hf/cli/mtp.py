@@ -19,8 +19,8 @@ from ..checkpoints import (
 )
 from ..checkpoints.graft import graft_head
 from ..drafter.draft_rows import with_draft_rows, with_rows
+from ..drafter.loading import require_tokenizer
 from ..errors import ConfigurationError
-from ..targets.loading import require_tokenizer
 from ..texts.conversations import read_conversations
 from ..training.data import build_vocabulary, coverage
 from .options import TracebackOption, count, make_console, readable_errors

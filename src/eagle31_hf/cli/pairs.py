@@ -17,6 +17,7 @@ from ..checkpoints import require_head, target_holds_head
 from ..demo import Messages, drafter_path, target_path
 from ..drafter.assistant import Assistant, NoDrafter
 from ..drafter.drafter import Eagle31Drafter, MtpDrafter
+from ..drafter.loading import dtype_here, load_target, packing_config
 from ..drafter.packed_linear import bitsandbytes
 from ..errors import CheckpointNotFoundError, ConfigurationError, first_line, removal
 from ..generate.hooks import install
@@ -24,7 +25,6 @@ from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import best_kind, one_card
 from ..memory.drafter_facts import OWN_HEAD
 from ..targets.devices import SHORT_NAMES
-from ..targets.loading import dtype_here, load_target, packing_config
 from ..texts.chats import encode_chat
 from .option_groups import DRAFTS, LOADING, option
 from .progress import waiting_for

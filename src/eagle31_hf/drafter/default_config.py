@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..config import Eagle31Config
 from ..errors import ConfigurationError, IncompatibleTargetError
-from ..memory.layer_sizes import sizes_by_layer, trained_context
+from ..memory.target_facts import sizes_by_layer, trained_context
 
 _SHALLOW = 7  # layers from which on the published default names three different states in order
 UNTOLD_CONTEXT = 2048  # longest text of a drafter whose target does not tell its own

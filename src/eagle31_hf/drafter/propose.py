@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..drafting.draft_tree import DraftTree, to_target_ids
-from ..drafting.dynamic import TreeGrowth
 from ..drafting.shape import DraftShape
 from ..sampling.draw import argmax, perturbed
 from ..sampling.logits_processing import DraftWarping
+from .dynamic import TreeGrowth
 from .session import DraftState
 
 # Draft logits (B, Vd) and the target ids drafted so far, each (B,), to processed scores (B, Vd) or (B, V).

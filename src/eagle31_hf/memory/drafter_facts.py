@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,11 @@ from ..checkpoints import (
 )
 from ..checkpoints.mtp import PACKED_MODULES, copies_head_rows, promised_head
 from ..config import Eagle31Config, MtpConfig
+from ..drafting.shape import RESIDENT_QUERIES, repeats_mask
 from ..errors import MemoryPlanError
-from .activation_bytes import DecoderShape, DrafterShape
+from .dry_run import DryRun, ForwardBytes
 from .quantization_schemes import SCHEMES, Quantization
-from .target_facts import TargetFacts, decoder_shape, digest, load_config
+from .target_facts import TargetFacts, dry_run_of, load_config
 from .weight_bytes import weight_inventory
 
 # A fresh or unknown drafter is planned with the draft vocabulary most published ones have.
@@ -39,6 +42,9 @@ class DrafterFacts:
     """A drafter's share of a plan. `linears` are `(N, K)` of the matrices a quantiser may pack, layer by layer.
 
     Attributes:
+        aux_width: `A * Ht`, what it reads of the target per position.
+        draft_vocab: `Vd`.
+        count: what its layers take of a forward, as `DryRun.count`.
         head: `(Vd, H)` draft head, its own or gathered from the target's; `None` if the target's whole head is shared.
         embedding_elements: of its own embedding, 0 if shared.
         plain_elements: `fc`, norms, biases and experts: never packed.
@@ -46,8 +52,11 @@ class DrafterFacts:
     """
 
     name: str
-    fingerprint: str
-    shape: DrafterShape
+    hidden_size: int
+    aux_width: int
+    draft_vocab: int
+    element_bytes: int
+    count: Callable[..., ForwardBytes]
     linears: tuple[tuple[int, int], ...]
     head: tuple[int, int] | None
     embedding_elements: int
@@ -61,6 +70,20 @@ class DrafterFacts:
 
     def head_bytes(self, precision: Quantization) -> int:
         return _matrix_bytes(precision, self.head) if self.head else 0
+
+    def absorb_bytes(self, tokens: int, slots: int, *, batch: int, **sizes: Any) -> int:
+        """Most that a pass over true hidden states takes, which stay alive throughout."""
+        rows, b = batch * tokens, self.element_bytes
+        fused = rows * (2 * self.aux_width + self.hidden_size) * b  # normed slots, side by side again, fc's output
+        layers = self.count(tokens, slots, batch=batch, **sizes).activations
+        return rows * self.aux_width * b + max(fused, layers)
+
+    def step_bytes(self, tokens: int, slots: int, *, batch: int, **sizes: Any) -> int:
+        """Most that one draft step takes, or ranking its `(rows, Vd)` logits: fp32 copy and log-probabilities."""
+        rows = batch * tokens
+        ranking = rows * self.draft_vocab * (self.element_bytes + 4 + 4)
+        layers = self.count(tokens, slots, batch=batch, **sizes).activations
+        return max(layers, ranking) + rows * self.hidden_size * 2
 
 
 def _matrix_bytes(precision: Quantization, matrix: tuple[int, int]) -> int:
@@ -77,14 +100,13 @@ def read_drafter(drafter: Any, target: TargetFacts) -> DrafterFacts:
         MemoryPlanError: it cannot be read, or was made for a target of another width or vocabulary.
     """
     config = _drafter_config(drafter, target)
-    shape = target.shape
-    same_tokens = config.vocab_size == shape.vocab_size or config.knows_vocabulary_of(shape.vocab_size)
-    if config.target_hidden_size != shape.hidden_size or not same_tokens:
+    same_tokens = config.vocab_size == target.vocab_size or config.knows_vocabulary_of(target.vocab_size)
+    if config.target_hidden_size != target.hidden_size or not same_tokens:
         raise MemoryPlanError(
             f"the drafter was made for hidden size {config.target_hidden_size} and {config.vocab_size} tokens, target "
-            f"{target.name} has {shape.hidden_size} and {shape.vocab_size}; plan with a drafter made for it"
+            f"{target.name} has {target.hidden_size} and {target.vocab_size}; plan with a drafter made for it"
         )
-    return drafter_facts(config, target.shape.element_bytes, copies_rows=_copies_head_rows(drafter))
+    return drafter_facts(config, target.quantization.dtype_bytes, copies_rows=_copies_head_rows(drafter))
 
 
 def drafter_to_plan(drafter: Any, target: Any) -> Any:
@@ -138,16 +160,16 @@ def _drafter_config(drafter: Any, target: TargetFacts) -> Eagle31Config:
 
 
 def _default_drafter_config(target: TargetFacts) -> Eagle31Config:
-    shape = target.shape
+    layer = target.layer
     return Eagle31Config(
-        hidden_size=shape.hidden_size,
-        target_hidden_size=shape.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_attention_heads=shape.q_heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.key_dim,
-        vocab_size=shape.vocab_size,
-        draft_vocab_size=min(shape.vocab_size, USUAL_DRAFT_VOCABULARY),
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        num_attention_heads=layer.attention_heads,
+        num_key_value_heads=layer.kv_heads,
+        head_dim=layer.key_dim,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=min(target.vocab_size, USUAL_DRAFT_VOCABULARY),
         aux_norm="per_slot",
         norm_output=True,
     )
@@ -170,22 +192,26 @@ def drafter_facts(config: Eagle31Config, element_bytes: int, *, copies_rows: boo
     elements = sum(math.prod(shape) for name, shape in expected_shapes(config).items() if name != "d2t")
     counted_apart = sum(math.prod(shape) for shape in packable.values()) + embedding_elements
     latent = config.is_latent
-    decoder = DecoderShape(
+    layers = _EagleLayers(
         hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
         q_heads=config.num_attention_heads,
         # Latent attention has one key, latent and rotated part side by side, and one value, the latent.
         kv_heads=1 if latent else kv_heads,
+        head_dim=head_dim,
         key_dim=filled(config.kv_lora_rank) + head_dim if latent else head_dim,
         value_dim=filled(config.kv_lora_rank) if latent else head_dim,
-        token_bytes=element_bytes * (2 * head_dim + 7 * config.hidden_size + 4 * config.intermediate_size),
-        vocab_size=config.vocab_size,
-        windows=(config.sliding_window,) * config.num_hidden_layers,
+        num_layers=config.num_hidden_layers,
+        window=config.sliding_window,
         element_bytes=element_bytes,
     )
     return DrafterFacts(
         name=config.name_or_path or "one layer shaped like the target's",
-        fingerprint=digest({**asdict(decoder), "aux": aux_width, "draft_vocab": draft_vocab}),
-        shape=DrafterShape(decoder, aux_width, draft_vocab),
+        hidden_size=config.hidden_size,
+        aux_width=aux_width,
+        draft_vocab=draft_vocab,
+        element_bytes=element_bytes,
+        count=layers.count,
         linears=tuple(size for name, size in packable.items() if name != "lm_head"),
         head=(draft_vocab, config.hidden_size) if config.own_lm_head or reduced else None,
         embedding_elements=embedding_elements,
@@ -209,17 +235,66 @@ def _head_facts(config: MtpConfig, element_bytes: int, *, copies_rows: bool) -> 
             rotary += tensor.elements * tensor.dtype_bytes
         elif tensor.role == "other":
             plain += 3 * tensor.elements  # the final norm, and those of embedding and state, which are like it
-    decoder = decoder_shape(layers, next(each for each in SCHEMES.values() if each.dtype_bytes == element_bytes))
-    joined = 3 * width * element_bytes  # embedding and state, normed, stay beside the layers
-    decoder = replace(decoder, token_bytes=decoder.token_bytes + joined)
+    precision = next(each for each in SCHEMES.values() if each.dtype_bytes == element_bytes)
     reduced = draft_vocab < config.vocab_size
     return DrafterFacts(
         name=f"the target's MTP head ({config.family})",
-        fingerprint=digest({**asdict(decoder), "aux": width, "draft_vocab": draft_vocab}),
-        shape=DrafterShape(decoder, width, draft_vocab),
+        hidden_size=width,
+        aux_width=width,
+        draft_vocab=draft_vocab,
+        element_bytes=element_bytes,
+        count=partial(_count_head, dry_run_of(layers, precision), 3 * width * element_bytes),
         linears=tuple(linears),
         head=(draft_vocab, width) if copies_rows else None,
         embedding_elements=0,
         plain_elements=plain,
         fixed_bytes=(8 * draft_vocab if reduced else 0) + rotary,
     )
+
+
+def _count_head(layers: DryRun, joined_bytes: int, tokens: int, slots: int, **sizes: Any) -> ForwardBytes:
+    """Its layers, without their LM head; embedding and state, normed, and both side by side stay beside them."""
+    counted = layers.count(tokens, slots, **sizes)
+    joined = sizes.get("batch", 1) * tokens * joined_bytes
+    return replace(counted, activations=counted.activations + joined)
+
+
+@dataclass(frozen=True)
+class _EagleLayers:
+    """What an EAGLE drafter's layers take, by formula: its network is built above this room, so it cannot run here."""
+
+    hidden_size: int
+    intermediate_size: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    key_dim: int
+    value_dim: int
+    num_layers: int
+    window: int | None
+    element_bytes: int
+
+    def count(
+        self, tokens: int, slots: int, *, capacity: int, block: int, batch: int = 1, grows: bool = True
+    ) -> ForwardBytes:
+        """As `DryRun.count`."""
+        b, rows, width = self.element_bytes, batch * tokens, self.hidden_size
+        ring = None if self.window is None or self.window >= capacity else max(self.window - 1, 1)
+        visible, stored = (slots, slots) if ring is None else (ring + tokens, ring + block)
+        is_resident = ring is None and batch == 1 and tokens <= RESIDENT_QUERIES
+        mask = batch * tokens * visible * b
+        key_and_value = self.key_dim + self.value_dim
+        layer = batch * self.kv_heads * key_and_value * b * stored
+        groups = self.q_heads // self.kv_heads
+        beside = [layer * visible // stored if grows else 0]
+        if groups > 1 and tokens > 1 and repeats_mask(tokens, self.kv_heads, groups, self.key_dim):
+            beside.append(groups * mask)
+        projected = 2 * self.key_dim + 5 * width + (self.q_heads + 2 * self.kv_heads) * self.key_dim
+        attention = rows * (projected * b + self.q_heads * (key_and_value * b + 4)) + max(beside)
+        mlp = rows * b * (2 * self.head_dim + 7 * width + 4 * self.intermediate_size)
+        return ForwardBytes(
+            activations=(0 if is_resident else mask) + max(mlp, attention),
+            cache=self.num_layers * layer,
+            largest_layer=layer,
+            beside=(1 << (tokens - 1).bit_length()) * slots * b if is_resident and tokens > 1 else 0,
+        )

@@ -1,122 +1,343 @@
-"""What a forward of a model takes for each token, counted by running it without memory.
+"""What a forward of a target takes, counted by running it without memory.
 
-A stock model runs on the meta device over two numbers of tokens, and every storage is counted: what the longer run
-takes more is what a token takes, whatever the family's layers are made of. Of layers alike the first two compute.
+The model `transformers` makes of a configuration runs on the meta device as the loop runs it: over our cache, with its
+masks, and attending as we do. Every storage is counted. Nothing is known of families: what a layer of a new one takes
+is seen. What is alive at one step of a forward grows with the slots of a row along a straight line, so two runs tell
+what any number of slots takes. Layers alike take the same, so the first two compute and the others are multiplied.
+
+What it cannot see are workspaces inside kernels, among them those that unpack weights.
 """
 
 from __future__ import annotations
 
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
-from transformers.cache_utils import Cache
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache, PreTrainedConfig
 
-from ..cache.state_tape import kernels_of
+from ..cache.quantized import refuse_unquantizable
+from ..cache.spans import kinds_from_config
+from ..cache.speculative import SpeculativeCache
+from ..cache.states import CONVOLUTION, StateLayer
 from ..cache.stock import read_stock_layers
-from ..errors import MemoryPlanError, first_line
+from ..errors import ConfigurationError, IncompatibleTargetError, MemoryPlanError, first_line
+from ..targets.binding import cache_argument
+from ..targets.grouped_attention import attending_grouped
+from ..targets.mixers import Mixers
 from .storage_counter import StorageCounter
 from .weight_bytes import config_json, meta_model
 
-FEW_TOKENS = (32, 64)
-"""So few that what grows with their square does not count."""
+READ_BEFORE = 2
+"""Tokens read before a measured forward: they allocate what a cache holds already."""
 
-KERNEL_TOKENS = (256, 512)
-"""Where layers keep states: reference kernels read many tokens in chunks of up to 256."""
+ONE_BY_ONE = (32, 64)
+"""Tokens by which those that are read one after the other are counted."""
 
-_FUSED = "eagle31_fused"
-"""Name of attention that gives what a fused kernel gives: what else it takes depends on the text before."""
+LENGTHS_APART = 64
+"""Slots between the two lengths that are counted."""
 
-
-def _fused_attention(
-    _module: nn.Module, query: Tensor, _key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any
-) -> Any:
-    batch, heads, tokens, _ = query.shape
-    _sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
-    return query.new_empty(batch, tokens, heads, value.shape[-1]), None
+_FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError,
+             IncompatibleTargetError)  # fmt: skip
 
 
-AttentionInterface.register(_FUSED, _fused_attention)
-AttentionMaskInterface.register(_FUSED, sdpa_mask)  # some add up masks of their own
+class _FusedKernels(TorchFunctionMode):
+    """SDPA takes what its fused kernels take; on the meta device it would make all scores. Experts are multiplied in
+    any precision, where the meta device knows bf16 alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
+            tokens, experts = args[:2]
+            return tokens.new_empty(len(tokens), experts.shape[-1])
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, _key, value = args[:3]
+        batch, heads, tokens, _ = query.shape
+        _sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
+        return query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
 
 
-class ForwardBytes(NamedTuple):
-    """Of a token in a forward over many, keys and values aside; and of a logit, 0 if in the model's precision."""
+@dataclass(frozen=True)
+class ForwardBytes:
+    """Bytes of one forward over all rows, and of what it leaves; all layers together.
 
-    token: int
-    logit: int
+    Attributes:
+        activations: most that is alive at once beside the others, logits included.
+        cache: keys and values.
+        largest_layer: of `cache`, its largest layer's.
+        beside: the mask kept between rounds for small blocks of rows of one length, and where the layers of an 8-bit
+            cache are unpacked, one after the other.
+        states: one set of recurrent and convolution states.
+        recorded: what a chain of drafts leaves of states until it is known how much of it is kept.
+        given: of `recorded` and of the states behind a single token, what captured steps hand on.
+        rebuilding: what moving states on by that record takes for a moment.
+        logits: of one token of each row.
+    """
+
+    activations: int
+    cache: int
+    largest_layer: int = 0
+    beside: int = 0
+    states: int = 0
+    recorded: int = 0
+    given: int = 0
+    rebuilding: int = 0
+    logits: int = 0
 
 
-def forward_bytes(config: PreTrainedConfig, element_bytes: int) -> ForwardBytes:
-    """What a model of this configuration takes whose activations have `element_bytes`.
+@dataclass(frozen=True)
+class _Forward:
+    """What is run; `slots` of the longest row, the block's own included.
+
+    Attributes:
+        verifies: the tokens are drafts, all of whose logits are wanted.
+        grows: keys and values move to larger buffers meanwhile.
+    """
+
+    tokens: int
+    slots: int
+    batch: int
+    block: int
+    cache_type: str
+    verifies: bool
+    grows: bool
+
+
+@dataclass(frozen=True)
+class _Count:
+    """What one run took: bytes alive at each step beside what a cache holds at the end, and the rest, afterwards."""
+
+    alive: tuple[int, ...]
+    rest: ForwardBytes
+
+
+class DryRun:
+    """A target of one configuration, to be run without memory.
+
+    Args:
+        config_class: of the target's configuration.
+        config_json: all its fields.
+        dtype: of its activations.
+        attention: its `attn_implementation`; `None`: transformers' own choice.
 
     Raises:
-        MemoryPlanError: its forward does not run without memory, so it cannot be counted.
+        MemoryPlanError: transformers makes no model of it, or it has layers that no draft can be verified on.
     """
-    config_class: Any = type(config)
-    found = _forward_bytes(config_class, config_json(config))
-    return found._replace(token=found.token * element_bytes // 2)
 
-
-@lru_cache(maxsize=32)
-def _forward_bytes(config_class: Any, fields: str) -> ForwardBytes:
-    """In bf16."""
-    model: Any = meta_model(config_class, fields)
-    for each in (model.config, model.config.get_text_config(decoder=True)):
-        each._attn_implementation = _FUSED  # once made: some families make modules for those they know alone
-    counts = KERNEL_TOKENS if any(kernels_of(module) for module in model.modules()) else FEW_TOKENS
-    _skip_layers_alike(model)
-    try:
-        (few, _), (many, logit) = (_taken(model, tokens) for tokens in counts)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, KeyError, IndexError) as error:
-        raise MemoryPlanError(
-            f"what {type(model).__name__} takes cannot be counted without running it "
-            f"({first_line(error)[:160]}); drafting works without a plan"
-        ) from error
-    return ForwardBytes((many - few) // (counts[1] - counts[0]), logit)
-
-
-def _taken(model: Any, tokens: int) -> tuple[int, int]:
-    """Most alive in a forward over so many tokens, keys and values aside, and bytes of a logit."""
-    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    mask = torch.zeros(1, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")
-    # Some families give the logits of all tokens, and some look into a mask of their own making.
-    ways: tuple[dict[str, Any], ...] = ({"logits_to_keep": 1}, {}, {"logits_to_keep": 1, "attention_mask": mask})
-    for kwargs in ways:
+    def __init__(self, config_class: Any, config_json: str, dtype: torch.dtype, attention: str | None):
+        self._model: Any = meta_model(config_class, config_json, dtype, attention)
+        self._text: Any = self._model.config.get_text_config(decoder=True)
+        for each in (self._model.config, self._text):
+            each.pad_token_id = None  # else some look for pads among ids that have no values
         try:
-            with torch.no_grad(), StorageCounter() as counter:
-                output = model(ids, use_cache=True, **kwargs)
-            break
-        except (TypeError, RuntimeError):
-            if kwargs is ways[-1]:
-                raise
-    layers, logits = read_stock_layers(cache_in(output)).values(), output.logits
-    kept = sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None)
-    of_logits = 0 if "logits_to_keep" in kwargs else (tokens - 1) * logits[0, -1].nbytes
-    logit = 0 if logits.dtype == torch.bfloat16 else logits.element_size()
-    return counter.peak_bytes - of_logits - kept, logit
+            kinds = kinds_from_config(self._text, None, 1)
+        except IncompatibleTargetError as error:
+            raise MemoryPlanError(str(error)) from error
+        self.windows = tuple(kinds.windows)
+        mixers = Mixers(self._model)
+        self.has_states, self.is_decoded_plainly = any(kinds.num_states), bool(mixers.unrecorded)
+        mixers.let_go()
+        self._computed = _skip_layers_alike(self._model, self._text)
+        ours = [partial(self._run_over_our_cache, masks_by_type=each) for each in (None, True, False)]
+        self._ways: list[Callable[[_Forward], _Count]] = [*ours, self._run_over_a_stock_cache]
+        self._turns, self._counts = threading.Lock(), dict[_Forward, _Count]()
+
+    @property
+    def takes_eight_bits(self) -> bool:
+        """Whether its keys and values can be stored in 8 bits."""
+        try:
+            refuse_unquantizable(self._text, "int8")
+        except (ConfigurationError, IncompatibleTargetError):
+            return False
+        return True
+
+    def count(
+        self,
+        tokens: int,
+        slots: int,
+        *,
+        capacity: int,
+        block: int,
+        batch: int = 1,
+        cache_type: str = "full",
+        verifies: bool = False,
+        grows: bool = True,
+    ) -> ForwardBytes:
+        """What a forward over `tokens` of each row takes, where rows have `slots` with them.
+
+        Args:
+            capacity: slots a row may get; windows that none can outgrow are stored as full layers.
+            block: most tokens between two commits.
+            batch: rows. Several are of unlike length, so that each has a mask of its own.
+            verifies: the tokens are drafts, all of whose logits are wanted.
+            grows: keys and values move to larger buffers in this forward.
+
+        Raises:
+            MemoryPlanError: its forward does not run without memory.
+        """
+        if self.is_decoded_plainly and tokens > ONE_BY_ONE[1]:  # read one after the other, which takes long here, too
+            how = {"capacity": capacity, "block": block, "batch": batch, "cache_type": cache_type, "grows": grows}
+            few, more = (self.count(number, slots, verifies=verifies, **how) for number in ONE_BY_ONE)  # type: ignore[arg-type]
+            of_a_token = (more.activations - few.activations) // (ONE_BY_ONE[1] - ONE_BY_ONE[0])
+            return replace(more, activations=more.activations + of_a_token * (tokens - ONE_BY_ONE[1]))
+        outgrown = [window for window in self.windows if window is not None and window < capacity]
+        others = [window for window in self.windows if window is not None and window >= capacity]
+        block = max(block, READ_BEFORE) if outgrown else max(tokens, READ_BEFORE)  # elsewhere it changes nothing
+        least = max([tokens, *(window + block for window in outgrown)]) + READ_BEFORE
+        most = max(min(others, default=least + LENGTHS_APART), tokens)
+        first, second = min(least, most), min(least + LENGTHS_APART, most)
+        low, high = (
+            self._count(_Forward(tokens, length, batch, block, cache_type, verifies, grows))
+            for length in (first, second)
+        )
+
+        def at(shorter: int, longer: int) -> int:
+            return shorter if first == second else shorter + (longer - shorter) * (slots - first) // (second - first)
+
+        if len(low.alive) != len(high.alive):  # longer rows take more steps
+            low, high = (_Count((max(count.alive),), count.rest) for count in (low, high))
+        rest = {each.name: at(getattr(low.rest, each.name), getattr(high.rest, each.name)) for each in fields(low.rest)}
+        return ForwardBytes(**{**rest, "activations": max(map(at, low.alive, high.alive))})
+
+    def _count(self, forward: _Forward) -> _Count:
+        with self._turns:
+            if forward not in self._counts:
+                self._counts[forward] = self._run(forward)
+            return self._counts[forward]
+
+    # --- one run -----------------------------------------------------------------------------------------------------
+
+    def _run(self, forward: _Forward) -> _Count:
+        """By the first way that this model takes."""
+        failures: list[Exception] = []
+        for way in list(self._ways):
+            try:
+                count = way(forward)
+            except _FAILURES as error:
+                failures.append(error)
+            else:
+                self._ways = [way, *self._ways[-1:]]
+                return count
+        raise MemoryPlanError(
+            f"what {type(self._model).__name__} takes cannot be counted without running it "
+            f"({first_line(failures[0])[:160]}); drafting works without a plan"
+        ) from failures[0]
+
+    def _run_over_our_cache(self, forward: _Forward, masks_by_type: bool | None) -> _Count:
+        model, before = self._model, forward.slots - forward.tokens
+        argument, is_draft = cache_argument(model), forward.verifies and not self.is_decoded_plainly
+
+        def read(tokens: int, logits_to_keep: int) -> Tensor:
+            return model(
+                torch.zeros(forward.batch, tokens, dtype=torch.long, device="meta"),
+                attention_mask=cache.attention_mask(dtype=model.dtype),
+                position_ids=cache.position_ids(),
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+                **{argument: cache},
+            ).logits
+
+        with self._counted() as counter:
+            cache = SpeculativeCache.from_config(
+                self._text, batch_size=forward.batch, capacity=forward.slots, block=forward.block,
+                slab=1 if forward.grows else None, masks_by_type=masks_by_type, cache_type=forward.cache_type,
+                device="meta",
+            )  # fmt: skip
+            if first := min(READ_BEFORE, before):
+                cache.place(first)
+                read(first, 1)
+                cache.commit(first)
+                cache.make_room(before)
+                cache.placement.set_lengths([before] + [before - 1] * (forward.batch - 1))
+            counter.restart_peak()
+            cache.place(forward.tokens, is_draft=is_draft)
+            logits = read(forward.tokens, 0 if forward.verifies else forward.batch)
+            beside = cache.num_bytes - sum(layer.num_bytes for layer in cache.attending)
+            beside -= sum(layer.state_bytes for layer in cache.with_states)
+            alive = tuple(live - cache.num_bytes for live in counter.steps)
+            layers: list[Any] = [cache.layers[index] for index in self._computed]
+            kept = [layer.num_bytes for layer in layers if layer in cache.attending]
+            with_states: list[StateLayer] = [layer for layer in layers if layer in cache.with_states]
+            states = sum(map(_committed_bytes, with_states))
+            is_chain = is_draft and forward.tokens > 1
+            recorded = sum(layer.state_bytes for layer in with_states) - 2 * states if is_chain else 0
+            windows = sum(_committed_bytes(layer, CONVOLUTION) for layer in with_states if layer.taped_states)
+            counter.restart_peak()
+            left = counter.live_bytes
+            cache.commit(forward.tokens)
+            rebuilding = counter.peak_bytes - left if is_chain and with_states else 0
+        rest = ForwardBytes(
+            activations=0,
+            cache=sum(kept),
+            largest_layer=max(kept, default=0),
+            beside=beside,
+            states=states,
+            recorded=recorded,
+            given=states + (recorded - windows if is_chain else 0),
+            rebuilding=rebuilding * len(with_states) // max(1, len({id(layer) for layer in with_states})),
+            logits=logits[:, -1].nbytes,
+        )
+        return _Count(alive, rest)
+
+    def _run_over_a_stock_cache(self, forward: _Forward) -> _Count:
+        """As plain `generate` reads: some take no mask but their own, and are decoded so."""
+        model, cache = self._model, DynamicCache(config=self._text)
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        with self._counted() as counter:
+            ids = torch.zeros(forward.batch, forward.tokens, dtype=torch.long, device="meta")
+            wanted = {"logits_to_keep": 0 if forward.verifies else 1} if keeps else {}
+            logits = model(ids, use_cache=True, **wanted, **{cache_argument(model): cache}).logits
+        held = read_stock_layers(cache, forward.batch)
+        computed = {index: sum(map(_bytes_of, (layer.keys, layer.values))) for index, layer in held.items()}
+        kept = [computed.get(index, 0) * forward.slots // forward.tokens for index in self._computed]
+        alive = tuple(live - sum(computed.values()) for live in counter.steps)
+        return _Count(alive, ForwardBytes(0, sum(kept), max(kept), logits=logits[:, -1].nbytes))
+
+    @contextmanager
+    def _counted(self) -> Iterator[StorageCounter]:
+        """Storages are counted, and the model attends and keeps states as it does in the loop."""
+        model = self._model
+        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+        takes_ours = getattr(type(decoder), "_can_set_attn_implementation", bool)()
+        mixers = Mixers(model)
+        attending = attending_grouped(self._text) if takes_ours else nullcontext()
+        try:
+            with torch.no_grad(), StorageCounter() as counter, _FusedKernels(), attending:
+                yield counter
+        finally:
+            mixers.let_go()
 
 
-def cache_in(output: Any) -> Any:
-    """The cache that a model has filled, whatever it calls it."""
-    (cache,) = [value for value in output.values() if isinstance(value, Cache)]
-    return cache
+def _committed_bytes(layer: StateLayer, kind: str | None = None) -> int:
+    return sum(state.nbytes for key, state in layer.committed.items() if kind in (None, key[0]))
 
 
-def _skip_layers_alike(model: Any) -> None:
+def _bytes_of(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes
+
+
+def _skip_layers_alike(model: Any, text: Any) -> Sequence[int]:
     """Of layers of one type, with parameters of the same names and shapes, only the first two compute: all take the
     same, and in the second all is alive that is in later ones. None is skipped where layers use what others have made.
+
+    Returns:
+        For each layer, the number of the one that computes what it would.
     """
-    text = model.config.get_text_config(decoder=True)
-    if getattr(text, "num_kv_shared_layers", None):
-        return
+    count = text.num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    layers: Any = next((each for each in lists if len(each) == text.num_hidden_layers), ())
-    types = getattr(text, "layer_types", None) or [None] * len(layers)
-    seen: dict[Any, int] = {}
+    layers: Any = next((each for each in lists if len(each) == count), ())
+    if getattr(text, "num_kv_shared_layers", None) or not layers:
+        return range(count)
+    types = getattr(text, "layer_types", None) or [None] * count
+    seen: dict[Any, list[int]] = {}
     width: dict[Any, int] = {}  # of the tuple that layers of a kind return; 0: a tensor
 
     def note(kind: Any, output: Any) -> None:
@@ -125,10 +346,29 @@ def _skip_layers_alike(model: Any) -> None:
     def skip(kind: Any, hidden_states: Any, *_args: Any, **_others: Any) -> Any:
         return (hidden_states, *[None] * (width[kind] - 1)) if width[kind] else hidden_states
 
-    for layer, layer_type in zip(layers, types, strict=True):
+    computed = []
+    for index, (layer, layer_type) in enumerate(zip(layers, types, strict=True)):
         kind = layer_type, tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
-        seen[kind] = seen.get(kind, 0) + 1
-        if seen[kind] > 2:
+        alike = seen.setdefault(kind, [])
+        if len(alike) == 2:
             layer.forward = partial(skip, kind)
         else:
+            alike.append(index)
             layer.register_forward_hook(lambda _layer, _args, output, kind=kind: note(kind, output))
+        computed.append(alike[-1])
+    return computed
+
+
+@lru_cache(maxsize=16)
+def _dry_run(config_class: Any, fields_json: str, dtype: torch.dtype, attention: str | None) -> DryRun:
+    return DryRun(config_class, fields_json, dtype, attention)
+
+
+def dry_run(config: PreTrainedConfig, dtype: torch.dtype, attention: str | None = None) -> DryRun:
+    """That of a configuration; what it has counted is counted once.
+
+    Raises:
+        MemoryPlanError: as of `DryRun`.
+    """
+    config_class: Any = type(config)
+    return _dry_run(config_class, config_json(config), dtype, attention)

@@ -15,33 +15,15 @@ The peak is the moment whose terms add up to most. Moments follow one generation
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from ..cache.graph_sizes import cache_size
+from ..cache.graph_sizes import SLOT_BUCKET, cache_size, slot_bucket
 from ..drafting.shape import RESIDENT_QUERIES, DraftShape, default_tree_size, noise_bytes
-from .activation_bytes import (
-    ACCEPT_BYTES,
-    RECORDINGS_FORMULA,
-    Block,
-    DecoderShape,
-    absorb_bytes,
-    accept_bytes,
-    draft_step_bytes,
-    drafted_bytes,
-    full_cache_bytes,
-    input_output_bytes,
-    logits_bytes,
-    packed_cache_bytes,
-    recorded_lengths,
-    resident_mask_bytes,
-    target_forward_bytes,
-    unpacked_layer_bytes,
-    workspace_bytes,
-)
-from .cards import Card
+from .cards import MIB, Card
 from .drafter_facts import DrafterFacts
+from .dry_run import ForwardBytes
 from .quantization_schemes import SCHEMES, Quantization
-from .state_bytes import StateShape
 from .target_facts import TargetFacts
 
 LOAD, PREFILL, DRAFTER_PREFILL = "load", "prefill chunk", "drafter prefill"
@@ -54,11 +36,10 @@ ROUND = (VERIFY, ACCEPT, UPDATE, DRAFT)
 
 # Checkpoints of the other methods are packed already.
 _PACKED_WHILE_LOADING = ("bnb-int8", "bnb-nf4", "bnb-fp4")
-_LAYER_FORMULA = (
-    "masks, taps + B*T * max(a token's, counted by a run without memory; b * (3H + 2*n_q*d) with masks repeated "
-    "n_q/n_kv times)"
-)
-_DRAFTER_FORMULA = "hidden states + b*T * max(7H + 4I, attention)"
+_COUNTED = "counted by a run without memory"
+_DRAFTER_FORMULA = "hidden states + max(fc, layers)"
+ACCEPT_BYTES = 4 + 4 + 4 + 8 + 4 + 2
+"""For each logit: fp32 scores before and after, a sorted copy and its ids, their sums, and which of them go, twice."""
 
 CACHE_TYPES = ("full", "int8")
 """Those of `cache.quantized`, which imports torch."""
@@ -135,26 +116,14 @@ def build_ledger(
     target: TargetFacts, drafter: DrafterFacts | None, card: Card, settings: MemorySettings
 ) -> tuple[LedgerTerm, ...]:
     """Every term of a run, empty ones left out."""
-    captured = drafter is not None and captures_steps(target, card, settings)
-    terms = [LedgerTerm("runtime", card.context_bytes, "CUDA or Metal, before the first tensor", MOMENTS)]
-    terms += _weight_terms(target)
-    terms += _target_terms(target, settings, taps=_taps(target, drafter, settings), captured=captured)
-    if drafter is not None and settings.speculates:
-        terms += _drafter_weight_terms(drafter, drafter_quantization(target, settings.drafter_precision))
-        terms += _drafter_terms(target, drafter, card, settings, captured=captured)
-    if captured:
-        assert drafter is not None, "asked above"
-        terms.append(_recordings_term(target, drafter, card, settings, terms))
-    return tuple(term for term in terms if term.num_bytes)
+    return _Ledger(target, drafter, card, settings).terms()
 
 
 def captures_steps(target: TargetFacts, card: Card, settings: MemorySettings) -> bool:
     """Whether rounds are captured as CUDA graphs unless somebody asks for eager ones: LLM.int8 waits for the device,
     and targets whose recurrent states cannot be recorded are decoded plainly."""
     waits = target.quantization.method == "bnb-int8"
-    states = target.shape.states
-    is_plain = states is not None and states.unrecorded > 0
-    is_captured = settings.cache_type == "full" and not waits and not is_plain
+    is_captured = settings.cache_type == "full" and not waits and not target.forward.is_decoded_plainly
     return settings.speculates and card.kind == "cuda" and is_captured
 
 
@@ -170,189 +139,223 @@ def drafter_quantization(target: TargetFacts, precision: str) -> Quantization:
     return Quantization(**{**vars(packed), "dtype": dtype})
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
+class _Ledger:
+    """The terms of one run."""
 
+    def __init__(self, target: TargetFacts, drafter: DrafterFacts | None, card: Card, settings: MemorySettings):
+        self.target, self.drafter, self.card, self.settings = target, drafter, card, settings
+        self.batch, self.nodes, self.chunk = settings.batch, settings.shape.nodes, settings.chunk
+        self.captured = drafter is not None and captures_steps(target, card, settings)
+        self.kept = KEPT if self.captured else RUNNING
+        self.prefill = self._forward(self.chunk, settings.context)
+        self.verify = self._forward(self.nodes, settings.cache_capacity, verifies=True, grows=False)
+        speculates = drafter is not None and settings.speculates
+        self.tapped = drafter.aux_width * target.quantization.dtype_bytes if drafter is not None and speculates else 0
 
-def _weight_terms(target: TargetFacts) -> list[LedgerTerm]:
-    weights, packing = target.weights, target.quantization
-    plain = "storages of the loaded model" if target.loaded else f"elements * {packing.dtype_bytes}"
-    on_the_fly = weights.largest_tensor if not target.loaded and packing.method in _PACKED_WHILE_LOADING else 0
-    return [
-        LedgerTerm(f"target weights, {packing.name}", weights.packed, packing.rules.formula, MOMENTS),
-        LedgerTerm("target experts, not packed", weights.experts, f"elements * {packing.dtype_bytes}", MOMENTS),
-        LedgerTerm("target weights, not packed", weights.plain, plain, MOMENTS),
-        LedgerTerm("one tensor before packing", on_the_fly, f"n * {packing.dtype_bytes}", (LOAD,)),
-    ]
+    def terms(self) -> tuple[LedgerTerm, ...]:
+        """All that are not empty."""
+        terms = [
+            LedgerTerm("runtime", self.card.context_bytes, "CUDA or Metal, before the first tensor", MOMENTS),
+            *self._weights(),
+            *self._target(),
+        ]
+        if self.drafter is not None and self.settings.speculates:
+            terms += self._drafter(self.drafter)
+            if self.captured:
+                terms.append(self._recordings(self.drafter, terms))
+        return tuple(term for term in terms if term.num_bytes)
 
+    def _forward(self, tokens: int, slots: int, **how: bool) -> ForwardBytes:
+        """One of the target, in a cache of what a row may get."""
+        settings = self.settings
+        block = settings.shape.block(settings.chunk)
+        return self.target.forward.count(
+            tokens, slots, capacity=settings.cache_capacity, block=block, batch=self.batch,
+            cache_type=settings.cache_type, **how,
+        )  # fmt: skip
 
-def _drafter_weight_terms(drafter: DrafterFacts, precision: Quantization) -> list[LedgerTerm]:
-    formula = f"matrices: {precision.rules.formula}; fc, norms, embedding: elements * {precision.dtype_bytes}"
-    return [
-        LedgerTerm(f"drafter weights, {precision.name}", drafter.weight_bytes(precision), formula, MOMENTS),
-        LedgerTerm(f"draft head, {precision.name}", drafter.head_bytes(precision), "Vd rows of H", MOMENTS),
-    ]
+    def _kept_slots(self, capacity: int, block: int) -> dict[str, Any]:
+        """Where steps are captured, keys and values stay for the next text, in rows of whole steps of 256 slots."""
+        if self.captured:
+            capacity, block, _ = cache_size(capacity, block, exact=True)
+        return {"slots": capacity, "capacity": capacity, "block": block}
 
+    # --- target ------------------------------------------------------------------------------------------------------
 
-# --- target -----------------------------------------------------------------------------------------------------------
+    def _weights(self) -> list[LedgerTerm]:
+        target, weights, packing = self.target, self.target.weights, self.target.quantization
+        plain = "storages of the loaded model" if target.loaded else f"elements * {packing.dtype_bytes}"
+        on_the_fly = weights.largest_tensor if not target.loaded and packing.method in _PACKED_WHILE_LOADING else 0
+        return [
+            LedgerTerm(f"target weights, {packing.name}", weights.packed, packing.rules.formula, MOMENTS),
+            LedgerTerm("target experts, not packed", weights.experts, f"elements * {packing.dtype_bytes}", MOMENTS),
+            LedgerTerm("target weights, not packed", weights.plain, plain, MOMENTS),
+            LedgerTerm("one tensor before packing", on_the_fly, f"n * {packing.dtype_bytes}", (LOAD,)),
+        ]
 
+    def _target(self) -> list[LedgerTerm]:
+        settings, batch, verify, prefill = self.settings, self.batch, self.verify, self.prefill
+        rows, vocabulary = batch * self.nodes, self.target.vocab_size
+        held = self.target.forward.count(
+            self.nodes, batch=batch, cache_type=settings.cache_type, verifies=True, grows=False,
+            **self._kept_slots(settings.cache_capacity, settings.shape.block(settings.chunk)),
+        )  # fmt: skip
+        depth = settings.shape.depth
+        ahead = 2 * depth + 1 if self.captured else depth + 1  # a graph drafts again behind all that it may accept
+        noise = noise_bytes(batch, vocabulary, ahead)
+        accept = rows * (vocabulary * ACCEPT_BYTES + self.tapped)
+        last = batch * prefill.logits  # where rows end in different columns, the logits of all these of each row
+        return [
+            LedgerTerm(f"target cache, {settings.cache_type}", held.cache, _COUNTED, self.kept),
+            LedgerTerm("target mask, unpacked layer", max(prefill.beside, held.beside), _COUNTED, RUNNING),
+            *self._states(),
+            LedgerTerm("prefill activations", prefill.activations + batch * self.chunk * self.tapped, _COUNTED,
+                       (PREFILL,)),
+            LedgerTerm("prefill logits", last, "B*B*V * b", (DRAFTER_PREFILL,)),
+            LedgerTerm("verify activations", verify.activations + rows * self.tapped, _COUNTED, (VERIFY,)),
+            LedgerTerm("one layer moving to a larger buffer", verify.largest_layer, "its keys and values", (VERIFY,)),
+            LedgerTerm("verify logits", self.nodes * verify.logits, "B*N*V * b", (ACCEPT, UPDATE)),
+            LedgerTerm("acceptance", accept, f"B*N*V * {ACCEPT_BYTES} + hidden states", (ACCEPT,)),
+            LedgerTerm("sampling noise", noise, "(16 + K + 1, by graphs 2K + 1) * B*V * 4, of one row twice", ROUND),
+            LedgerTerm("kept scores", rows * vocabulary * 4, "B*N*V * 4", (UPDATE,)),
+            self._workspace(batch * self.chunk, PREFILL),
+            self._workspace(rows, VERIFY),
+        ]  # fmt: skip
 
-def _taps(target: TargetFacts, drafter: DrafterFacts | None, settings: MemorySettings) -> int:
-    if drafter is None or not settings.speculates:
-        return 0
-    return drafter.shape.aux_width // target.shape.hidden_size
+    def _workspace(self, tokens: int, moment: str) -> LedgerTerm:
+        rows, columns = self.target.weights.largest_packed
+        needed = self.target.quantization.workspace_bytes(rows, columns, tokens) if rows else 0
+        formula = f"largest packed matrix, {rows} x {columns}"
+        return LedgerTerm(f"unpacking workspace, {moment}", needed, formula, (moment,))
 
+    def _states(self) -> list[LedgerTerm]:
+        """Recurrent and convolution states. Where steps are captured, those of each row stay for the next text."""
+        verify = self.verify
+        snapshots = max(self.batch, 2) * verify.states // self.batch
+        return [
+            LedgerTerm("target states", verify.states, "B*S", self.kept),
+            LedgerTerm("target states, of a block", verify.states, "B*S", RUNNING),
+            LedgerTerm("target states, recorded", verify.recorded, _COUNTED, ROUND),
+            LedgerTerm("target states, rebuilt", verify.rebuilding, _COUNTED, (ACCEPT,)),
+            LedgerTerm("target states, snapshots", snapshots, "max(B, 2) * S", RUNNING),
+        ]
 
-def _target_terms(target: TargetFacts, settings: MemorySettings, *, taps: int, captured: bool) -> list[LedgerTerm]:
-    shape, batch = target.shape, settings.batch
-    chunk, nodes, capacity = settings.chunk, settings.shape.nodes, settings.cache_capacity
-    stored_bytes = shape.element_bytes if settings.cache_type == "full" else 1
-    prefill = _block(settings, chunk, settings.context, capacity, stored_bytes)
-    prefilled = target_forward_bytes(shape, prefill, taps=taps)
-    verify = _block(settings, nodes, capacity, capacity, stored_bytes)
-    tapped = taps * shape.hidden_size * shape.element_bytes
-    logits = logits_bytes(shape, verify.rows)
-    layers = target_forward_bytes(shape, verify, taps=taps)
-    after_layers = verify.rows * (2 * shape.hidden_size * shape.element_bytes + tapped) + logits
-    depth = settings.shape.depth
-    ahead = 2 * depth + 1 if captured else depth + 1  # a graph drafts again behind all that it may accept
-    noise = noise_bytes(batch, shape.vocab_size, ahead)
-    accept = accept_bytes(shape, verify.rows) + verify.rows * tapped
-    return [
-        *_cache_terms("target", shape, settings, captured=captured),
-        *_state_terms(shape.states, settings, captured=captured),
-        LedgerTerm("prefill activations", prefilled, _LAYER_FORMULA, (PREFILL,)),
-        LedgerTerm("prefill logits", logits_bytes(shape, batch * batch), "B*B*V * b", (PREFILL, DRAFTER_PREFILL)),
-        LedgerTerm("verify activations", max(layers, after_layers), _LAYER_FORMULA, (VERIFY,)),
-        LedgerTerm("verify logits", logits, "B*N*V * b", (ACCEPT, UPDATE)),
-        LedgerTerm("acceptance", accept, f"B*N*V * {ACCEPT_BYTES} + hidden states", (ACCEPT,)),
-        LedgerTerm("sampling noise", noise, "(16 + K + 1, by graphs 2K + 1) * B*V * 4, of one row twice", ROUND),
-        LedgerTerm("kept scores", verify.rows * shape.vocab_size * 4, "B*N*V * 4", (UPDATE,)),
-        _workspace_term(target, prefill, PREFILL),
-        _workspace_term(target, verify, VERIFY),
-    ]
+    # --- drafter -----------------------------------------------------------------------------------------------------
 
+    def _drafter(self, drafter: DrafterFacts) -> list[LedgerTerm]:
+        settings, chunk = self.settings, self.chunk
+        precision = drafter_quantization(self.target, settings.drafter_precision)
+        matrices = f"matrices: {precision.rules.formula}; fc, norms, embedding: elements * {precision.dtype_bytes}"
+        sizes = {"capacity": settings.drafter_capacity, "block": chunk, "batch": self.batch}
+        kept = self._kept_slots(settings.drafter_capacity, settings.shape.drafter_block(chunk))
+        blocks = [settings.shape.draft_block, *([chunk] if chunk <= RESIDENT_QUERIES else [])]
+        held = [drafter.count(tokens, batch=self.batch, grows=False, **kept) for tokens in blocks]
+        mask = max(each.beside for each in held)
+        return [
+            LedgerTerm(f"drafter weights, {precision.name}", drafter.weight_bytes(precision), matrices, MOMENTS),
+            LedgerTerm(f"draft head, {precision.name}", drafter.head_bytes(precision), "Vd rows of H", MOMENTS),
+            LedgerTerm("drafter cache, full", held[0].cache, "B * layers * slots * n_kv(dk+dv) * b", self.kept),
+            LedgerTerm("drafter mask", mask, "2^ceil(log2 N) * slots * b", RUNNING),
+            LedgerTerm("drafter prefill activations", drafter.absorb_bytes(chunk, settings.context, **sizes),
+                       _DRAFTER_FORMULA, (DRAFTER_PREFILL,)),
+            LedgerTerm("drafter update activations", self._update(drafter), _DRAFTER_FORMULA, (UPDATE,)),
+            LedgerTerm("draft activations", self._step(drafter), "max(layers, B*T*Vd * (b+8))", (DRAFT,)),
+            LedgerTerm("drafter layer moving to a larger buffer", held[0].largest_layer, "its keys and values",
+                       (UPDATE, DRAFT)),
+            *self._drafter_workspaces(drafter, precision),
+        ]  # fmt: skip
 
-def _workspace_term(target: TargetFacts, block: Block, moment: str) -> LedgerTerm:
-    rows, columns = target.weights.largest_packed
-    needed = target.quantization.workspace_bytes(rows, columns, block.rows) if rows else 0
-    return LedgerTerm(f"unpacking workspace, {moment}", needed, f"largest packed matrix, {rows} x {columns}", (moment,))
+    def _update(self, drafter: DrafterFacts) -> int:
+        settings = self.settings
+        return drafter.absorb_bytes(
+            settings.draft_tokens + 1, settings.cache_capacity, capacity=settings.drafter_capacity, block=self.chunk,
+            batch=self.batch, grows=False,
+        )  # fmt: skip
 
-
-def _block(settings: MemorySettings, tokens: int, context: int, capacity: int, grown_bytes: int) -> Block:
-    batch = settings.batch
-    return Block(batch, tokens, context, capacity, ragged=batch > 1, grown_bytes=grown_bytes)
-
-
-def _cache_terms(owner: str, shape: DecoderShape, settings: MemorySettings, *, captured: bool) -> list[LedgerTerm]:
-    """Where steps are captured, keys and values stay for the next text, in rows of whole steps of 256 slots."""
-    is_target = owner == "target"
-    batch, kind = settings.batch, settings.cache_type if is_target else "full"
-    nodes = settings.shape.nodes if is_target else settings.shape.draft_block
-    capacity = settings.cache_capacity if is_target else settings.drafter_capacity
-    block = max(settings.chunk, nodes)
-    if captured:
-        capacity, block, _ = cache_size(capacity, block, exact=True)
-    small_chunk = settings.chunk if settings.chunk <= RESIDENT_QUERIES else 0  # read with the mask of rounds
-    mask = 0 if batch > 1 else resident_mask_bytes(shape, max(nodes, small_chunk), capacity)
-    if kind == "full":
-        stored, unpacked = batch * full_cache_bytes(shape, capacity, block), 0
-        formula = "B * layers * slots * n_kv(dk+dv) * b"
-    else:
-        stored = batch * packed_cache_bytes(shape, capacity, block)
-        unpacked = batch * unpacked_layer_bytes(shape, capacity, block)
-        formula = "B * layers * slots * n_kv(dk+dv + 2b)"
-    return [
-        LedgerTerm(f"{owner} cache, {kind}", stored, formula, KEPT if captured else RUNNING),
-        LedgerTerm(f"{owner} layer unpacked", unpacked, "B * slots * n_kv(dk+dv) * b of one layer", RUNNING),
-        LedgerTerm(f"{owner} mask", mask, "2^ceil(log2 N) * slots * b", RUNNING),
-    ]
-
-
-def _state_terms(states: StateShape | None, settings: MemorySettings, *, captured: bool) -> list[LedgerTerm]:
-    """Recurrent and convolution states: S bytes of one row. Where steps are captured, those of each row stay for the
-    next text."""
-    if states is None:
-        return []
-    batch, nodes, one = settings.batch, settings.shape.nodes, states.num_bytes
-    tape, rebuilding = states.tape_bytes(nodes), states.rebuilding_bytes(nodes)
-    return [
-        LedgerTerm("target states", batch * one, "B*S", KEPT if captured else RUNNING),
-        LedgerTerm("target states, of a chunk", batch * one, "B*S", (PREFILL, DRAFTER_PREFILL)),
-        LedgerTerm("target states, of a draft", batch * one, "B*S", ROUND),
-        LedgerTerm("target states, recorded", batch * tape, "B * layers * ((K+T)*2*channels*b + T*gates)", ROUND),
-        LedgerTerm("target states, rebuilt", batch * rebuilding, "B * (recurrent states + T * vectors)", (ACCEPT,)),
-        LedgerTerm("target states, snapshots", max(batch, 2) * one, "max(B, 2) * S", RUNNING),
-    ]
-
-
-# --- drafter ----------------------------------------------------------------------------------------------------------
-
-
-def _drafter_terms(
-    target: TargetFacts, drafter: DrafterFacts, card: Card, settings: MemorySettings, *, captured: bool
-) -> list[LedgerTerm]:
-    shape, capacity = drafter.shape, settings.drafter_capacity
-    prefill = _block(settings, settings.chunk, settings.context, capacity, shape.decoder.element_bytes)
-    update = replace(prefill, tokens=settings.draft_tokens + 1, context=settings.cache_capacity)
-    step = replace(prefill, tokens=settings.shape.top_k, context=capacity)
-    return [
-        *_cache_terms("drafter", shape.decoder, settings, captured=captured),
-        LedgerTerm("drafter prefill activations", absorb_bytes(shape, prefill), _DRAFTER_FORMULA, (DRAFTER_PREFILL,)),
-        LedgerTerm("drafter update activations", absorb_bytes(shape, update), _DRAFTER_FORMULA, (UPDATE,)),
-        LedgerTerm("draft activations", draft_step_bytes(shape, step), "max(layer, B*T*Vd * (b+8))", (DRAFT,)),
-        *_drafter_workspace_terms(drafter, drafter_quantization(target, settings.drafter_precision), card, settings),
-    ]
-
-
-def _drafter_workspace_terms(
-    drafter: DrafterFacts, precision: Quantization, card: Card, settings: MemorySettings
-) -> list[LedgerTerm]:
-    """What a product with a packed matrix takes. The head sees the last token of a prompt or of a round only."""
-    batch, head = settings.batch, (drafter.head,) if drafter.head else ()
-    work = {
-        DRAFTER_PREFILL: [(matrix, batch * settings.chunk) for matrix in drafter.linears],
-        UPDATE: [(matrix, batch * (settings.draft_tokens + 1)) for matrix in drafter.linears],
-        DRAFT: [(matrix, batch * settings.shape.top_k) for matrix in (*drafter.linears, *head)],
-    }
-    # Only CUDA kernels multiply 4-bit weights with a few tokens as they are; the others unpack them for any number.
-    fewest = 1 if card.kind == "cuda" else 5
-    return [
-        LedgerTerm(
-            f"drafter unpacking workspace, {moment}",
-            max(precision.workspace_bytes(rows, width, max(tokens, fewest)) for (rows, width), tokens in products),
-            "largest packed matrix",
-            (moment,),
+    def _step(self, drafter: DrafterFacts) -> int:
+        capacity = self.settings.drafter_capacity
+        return drafter.step_bytes(
+            self.settings.shape.top_k, capacity, capacity=capacity, block=self.chunk, batch=self.batch, grows=False
         )
-        for moment, products in work.items()
-    ]
+
+    def _drafter_workspaces(self, drafter: DrafterFacts, precision: Quantization) -> list[LedgerTerm]:
+        """What a product with a packed matrix takes. The head sees the last token of a prompt or of a round only."""
+        settings, batch, head = self.settings, self.batch, (drafter.head,) if drafter.head else ()
+        work = {
+            DRAFTER_PREFILL: (drafter.linears, batch * self.chunk),
+            UPDATE: (drafter.linears, batch * (settings.draft_tokens + 1)),
+            DRAFT: ((*drafter.linears, *head), batch * settings.shape.top_k),
+        }
+        # Only CUDA kernels multiply 4-bit weights with a few tokens as they are; the others unpack them for any number.
+        fewest = 1 if self.card.kind == "cuda" else 5
+        return [
+            LedgerTerm(
+                f"drafter unpacking workspace, {moment}",
+                max(precision.workspace_bytes(rows, width, max(tokens, fewest)) for rows, width in matrices),
+                "largest packed matrix",
+                (moment,),
+            )
+            for moment, (matrices, tokens) in work.items()
+        ]
+
+    # --- captured steps ----------------------------------------------------------------------------------------------
+    #
+    # Four steps are captured (`graphs.captured`): the target's verification of a draft and of a single token, the
+    # first draft of a text, and a round's end. Each has tensors of its own that it reads from and gives; what they
+    # need between their kernels they share, one after the other in one pool. Each length at which rows are looked at
+    # has recordings of its own. Where layers keep states, moving them on is a fifth, once for all lengths. By counted
+    # storages of the steps; how a driver's allocator cuts its pool up, and what a graph itself takes, is not in it.
+
+    def _recordings(self, drafter: DrafterFacts, terms: Sequence[LedgerTerm]) -> LedgerTerm:
+        """What recordings keep. Between its kernels a captured step needs what an eager one would, but keeps it; rows
+        get longer before it, not within."""
+        settings, rows = self.settings, self.batch * self.nodes
+        verify, given = self.verify, self._drafted(drafter)
+        pooled = {
+            VERIFY: verify.activations + rows * self.tapped + verify.states,
+            # What the step gives lies where scores have lain.
+            ACCEPT: rows * self.target.vocab_size * (ACCEPT_BYTES + 1) - given,
+            UPDATE: self._update(drafter),
+            DRAFT: self._step(drafter),
+        }
+        unpacked = {term.moments[0]: term.num_bytes for term in terms if "unpacking workspace" in term.name}
+        pool = max(num_bytes + unpacked.get(moment, 0) for moment, num_bytes in pooled.items())
+        lengths = recorded_lengths(cache_size(settings.cache_capacity, 1, exact=True).capacity)
+        own = lengths * (self._inputs_and_outputs() + 2 * given)
+        if verify.states:
+            # Moving states on reads what was given of them and gives as many, whatever the length.
+            own += (lengths + 1) * verify.given
+        return LedgerTerm("recordings", pool + own + workspace_bytes(self.card), RECORDINGS_FORMULA, KEPT)
+
+    def _inputs_and_outputs(self) -> int:
+        """Those of the steps for one length, drafts aside."""
+        depth, vocabulary = self.settings.shape.depth, self.target.vocab_size
+        one = self.verify.logits + self.batch * self.tapped  # of a token, where drafting rests
+        noise = (2 * depth + 1 + depth) * vocabulary * 4  # a round's end looks further ahead than the first draft
+        seen = 2 * vocabulary
+        return (2 * self.nodes + 1) * one + self.batch * (noise + seen)
+
+    def _drafted(self, drafter: DrafterFacts) -> int:
+        """What a step that ends with a draft gives: logits and state to go on from, and scores to be checked by."""
+        b, draft = drafter.element_bytes, self.settings.shape
+        root = (drafter.draft_vocab + drafter.hidden_size) * b
+        return self.batch * (root + drafter.draft_vocab * max(4, draft.top_k * b if draft.is_tree else 0))
 
 
-# --- captured steps ---------------------------------------------------------------------------------------------------
+HOPPER = (9, 0)
+RECORDINGS_FORMULA = (
+    "pool: max(verify, accept, update, draft), and states handed out; of each length (256, 512 ... slots) inputs and "
+    "outputs: (2N + 1) * B * (V*b + hidden states) + B*V * (4 * (3K+1) + 2) + B*Vd * (2b + 2 * max(4, k*b)), and what "
+    "is recorded of states, and one set; cuBLAS: 8 or 32 MiB"
+)
 
 
-def _recordings_term(
-    target: TargetFacts, drafter: DrafterFacts, card: Card, settings: MemorySettings, terms: Sequence[LedgerTerm]
-) -> LedgerTerm:
-    """What recordings keep. Between its kernels a captured step needs what an eager one would, but keeps it; rows get
-    longer before it, not within."""
-    shape, batch, nodes = target.shape, settings.batch, settings.shape.nodes
-    verify = _block(settings, nodes, settings.cache_capacity, settings.cache_capacity, 0)
-    update = replace(verify, tokens=settings.draft_tokens + 1, capacity=settings.drafter_capacity)
-    step = replace(update, tokens=settings.shape.top_k, context=settings.drafter_capacity)
-    taps = _taps(target, drafter, settings)
-    handed_out = 0 if shape.states is None else batch * shape.states.num_bytes
-    seen, given = verify.rows * shape.vocab_size, drafted_bytes(drafter.shape, settings.shape, batch)
-    pooled = {
-        VERIFY: max(target_forward_bytes(shape, verify, taps=taps) + handed_out, logits_bytes(shape, verify.rows)),
-        ACCEPT: accept_bytes(shape, verify.rows) + seen - given,  # what the step gives lies where scores have lain
-        UPDATE: absorb_bytes(drafter.shape, update),
-        DRAFT: draft_step_bytes(drafter.shape, step),
-    }
-    unpacked = {t.moments[0]: t.num_bytes for t in terms if "unpacking workspace" in t.name}
-    pool = max(num_bytes + unpacked.get(moment, 0) for moment, num_bytes in pooled.items())
-    lengths = recorded_lengths(cache_size(settings.cache_capacity, 1, exact=True).capacity)
-    own = lengths * input_output_bytes(shape, drafter.shape, settings.shape, batch)
-    if shape.states is not None:
-        # Moving states on reads what was given of them and gives as many, whatever the length.
-        own += (lengths + 1) * batch * shape.states.given_bytes(nodes)
-    return LedgerTerm("recordings", pool + own + workspace_bytes(card), RECORDINGS_FORMULA, KEPT)
+def recorded_lengths(slots: int) -> int:
+    """How many lengths (256, 512, 1024 ... slots) rows of so many are looked at in, one after the other."""
+    return (slot_bucket(slots) // SLOT_BUCKET).bit_length()
+
+
+def workspace_bytes(card: Card) -> int:
+    """What cuBLAS takes for the stream on which steps are captured, by torch's defaults."""
+    capability = card.compute_capability
+    return 32 * MIB if capability is None or capability >= HOPPER else 4096 * 1024 * 2 + 16 * 1024 * 8

@@ -141,4 +141,17 @@ class MemoryPlan:
             "bytes_by_moment": self.bytes_by_moment,
             "ledger": [asdict(term) for term in self.ledger],
         }
-        return {**asdict(self), "figures": figures}
+        target, drafter = self.target, self.drafter
+        named = ("name", "fingerprint", "num_parameters", "max_position_embeddings", "loaded")
+        return {
+            "target": {name: getattr(target, name) for name in named}
+            | {"quantization": asdict(target.quantization), "weights": asdict(target.weights)},
+            "drafter": None if drafter is None else {"name": drafter.name, "draft_vocab": drafter.draft_vocab},
+            "card": asdict(self.card),
+            "settings": asdict(self.settings),
+            "margin_bytes": self.margin_bytes,
+            "longest_context": self.longest_context,
+            "alternatives": [asdict(other) for other in self.alternatives],
+            "warnings": list(self.warnings),
+            "figures": figures,
+        }

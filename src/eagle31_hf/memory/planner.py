@@ -197,7 +197,7 @@ def _warnings(target: TargetFacts, card: Card, context: int) -> list[str]:
         )
     if packing.method == "fp8-block" and card.kind == "cuda" and card.compute_capability is None:
         found.append("FP8 stays packed only from compute capability 8.9 on (RTX 40 series); else it becomes bf16")
-    if target.shape.states is not None and target.shape.states.unrecorded:
+    if target.forward.is_decoded_plainly:
         found.append("its recurrent states cannot be taken back after a draft, so it is decoded plainly")
     trained = target.max_position_embeddings
     if trained and context > trained:
@@ -214,13 +214,11 @@ def _gib(num_bytes: int) -> str:
 
 def _choose(request: _Request) -> MemoryPlan:
     """The first settings that fit; if none do, the last and smallest of them."""
-    plan = None
-    for settings in _candidates(request):
-        plan = request.plan(settings)
-        if plan.fits:
-            return plan
-    assert plan is not None, "there is always a candidate"
-    return plan
+    first, *others = map(request.plan, _candidates(request))
+    if first.fits or not others:
+        return first
+    smallest = others[-1]
+    return next(plan for plan in others if plan.fits) if smallest.fits else smallest
 
 
 def _candidates(request: _Request) -> list[MemorySettings]:
@@ -230,7 +228,8 @@ def _candidates(request: _Request) -> list[MemorySettings]:
     def tried(name: str, choices: tuple) -> tuple:
         return (asked[name],) if name in asked else choices
 
-    caches, chunks = tried("cache_type", CACHE_TYPES), tried("prefill_chunk", PREFILL_CHUNKS)
+    able = CACHE_TYPES if request.target.forward.takes_eight_bits else CACHE_TYPES[:1]
+    caches, chunks = tried("cache_type", able), tried("prefill_chunk", PREFILL_CHUNKS)
     precisions = tried("drafter_precision", LOADABLE_DRAFTER_PRECISIONS)
     choices = list(product(caches, precisions, _drafts(request), chunks))
     if "draft_tokens" not in asked:
@@ -262,7 +261,7 @@ def _drafts(request: _Request) -> list[_Draft]:
         depths: tuple[int, ...] = (depth,)
     else:
         depths = (LONGEST_OF_GRAPHS if width is None else FIXED_DEPTH, SHORT_DRAFT_TOKENS)
-    if not is_tree or request.target.shape.states is not None:  # which drafts a chain of the tree's depth
+    if not is_tree or request.target.forward.has_states:  # which drafts a chain of the tree's depth
         return [_Draft(each) for each in depths]
     sizes = {each: nodes or default_tree_size(each, width or 1) for each in depths}
     return [_Draft(each, size) for each, size in sizes.items() if size > each] or [_Draft(each) for each in depths]
@@ -272,7 +271,7 @@ def _with_usual_tree(request: _Request, settings: MemorySettings) -> MemorySetti
     """A usual draft is a tree where steps are captured for one row and nobody asks for chains, if trees pay there:
     packed weights make a product dearer with its rows, and layers that keep states verify chains alone."""
     target = request.target
-    pays = target.quantization.method == "none" and target.shape.states is None
+    pays = target.quantization.method == "none" and not target.forward.has_states
     may_be_tree = settings.draft_is_usual and settings.draft_top_k is None and settings.batch == 1
     if not (pays and may_be_tree and captures_steps(target, request.card, settings)):
         return settings
@@ -283,15 +282,21 @@ def _longest_context(plan: MemoryPlan) -> int:
     """Most tokens per row that fit with the plan's other settings; 0: not even one does. Bytes only grow with it."""
 
     def is_too_long(context: int) -> bool:
-        return not replace(plan, settings=replace(plan.settings, context=context)).fits
+        try:
+            return not replace(plan, settings=replace(plan.settings, context=context)).fits
+        except MemoryPlanError:  # a mask as a table, beyond whose end nothing can be read
+            return True
 
-    return bisect_left(range(1, _LARGEST_CONTEXT + 1), True, key=is_too_long)
+    if not plan.fits and is_too_long(1):
+        return 0
+    known = plan.settings.context if plan.fits else 1
+    return known - 1 + bisect_left(range(known, _LARGEST_CONTEXT + 1), True, key=is_too_long)
 
 
 def _alternatives(request: _Request, target: Any, attention: str | None) -> tuple[Alternative, ...]:
     """Nearby plans that fit: a shorter context, a smaller quantisation, a larger card."""
     found = []
-    shorter = max((_longest_context(request.plan(s)) for s in _candidates(request)), default=0)
+    shorter = _longest_context(request.plan(_candidates(request)[-1]))
     if shorter:
         found.append(Alternative("context", f"{shorter:,}"))
     smaller = _smaller_quantization(request, target, attention)

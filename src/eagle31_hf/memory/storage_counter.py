@@ -23,15 +23,19 @@ class StorageCounter(TorchDispatchMode):
     """Counts storages born while active: `live_bytes` now, `peak_bytes` at most since the last restart.
 
     What was there before, weights for instance, is not counted.
+
+    Attributes:
+        steps: `live_bytes` behind each storage that was born since the last restart.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
+        self.steps: list[int] = []
         self._known: set[int] = set()
 
     def restart_peak(self) -> None:
-        self.peak_bytes = self.live_bytes
+        self.peak_bytes, self.steps = self.live_bytes, []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What goes in was there before, or was counted when it was made.
@@ -50,6 +54,7 @@ class StorageCounter(TorchDispatchMode):
         self._known.add(key)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.steps.append(self.live_bytes)
         weakref.finalize(storage, self._release, key, num_bytes)
 
     def _release(self, key: int, num_bytes: int) -> None:

@@ -7,28 +7,67 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..cache.spans import kinds_from_config
 from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.hub import can_be_hub_id
-from ..errors import IncompatibleTargetError, MemoryPlanError
-from .activation_bytes import DecoderShape
-from .dry_run import forward_bytes
+from ..errors import MemoryPlanError
+from .dry_run import DryRun, dry_run
 from .known_targets import close_names, find_known_target, known_targets
-from .layer_sizes import sizes_by_layer, trained_context
 from .quantization_schemes import AS_STORED, SCHEMES, Quantization, packed_as_stored, scheme
-from .state_bytes import state_shape
 from .weight_bytes import WeightBytes, count_weights, storage_bytes, weight_inventory
 
 _REQUIRED_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _FINGERPRINT_FIELDS = (*_REQUIRED_FIELDS, "model_type", "intermediate_size", "num_key_value_heads", "head_dim",
                        "tie_word_embeddings", "num_local_experts", "num_experts")  # fmt: skip
 _LAYER_FIELDS = ("intermediate_size", "num_key_value_heads", "head_dim")  # no layer's own where layers differ
+_INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")  # GPT-2, OPT, Falcon
+_KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads")  # Falcon
+_CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")  # MPT, Bloom
 _DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class LayerSizes(NamedTuple):
+    """One decoder layer, its heads as attention sees them; `key_dim` and `value_dim` differ for latent attention."""
+
+    attention_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    intermediate_size: int
+
+
+def sizes_by_layer(config: PreTrainedConfig) -> list[LayerSizes]:
+    """Sizes of every decoder layer of a model of this configuration, whatever its family calls them."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "is_heterogeneous", False):  # Gemma 4: heads of global layers are wider
+        return [_layer_sizes(layer) for layer in text.per_layer_config]
+    return [_layer_sizes(text)] * text.num_hidden_layers
+
+
+def _layer_sizes(layer: PreTrainedConfig) -> LayerSizes:
+    heads, hidden = layer.num_attention_heads, layer.hidden_size
+    intermediate = _first(layer, _INTERMEDIATE_NAMES) or 4 * hidden
+    if getattr(layer, "kv_lora_rank", None):
+        return LayerSizes(heads, 1, layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim, intermediate)
+    one_key = getattr(layer, "multi_query", False) and not getattr(layer, "new_decoder_architecture", False)
+    kv_heads = 1 if one_key else _first(layer, _KV_HEADS_NAMES) or heads  # Falcon, GPT-BigCode
+    width = getattr(layer, "head_dim", None) or hidden // heads
+    return LayerSizes(heads, kv_heads, width, getattr(layer, "v_head_dim", None) or width, intermediate)
+
+
+def trained_context(config: PreTrainedConfig) -> int | None:
+    """Tokens the model was made for; `None` if its configuration does not tell."""
+    return _first(config.get_text_config(decoder=True), _CONTEXT_NAMES)
+
+
+def _first(config: PreTrainedConfig, names: Sequence[str]) -> Any:
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
 
 
 @dataclass(frozen=True)
@@ -38,6 +77,8 @@ class TargetFacts:
     Attributes:
         fingerprint: of its shape (not of its weights or quantisation).
         weights: bytes by kind; of a loaded model all are `plain`, as measured.
+        forward: counts what a forward of it takes.
+        layer: its widest layer.
         loaded: the weights are in memory already.
     """
 
@@ -46,8 +87,10 @@ class TargetFacts:
     quantization: Quantization
     weights: WeightBytes
     num_parameters: int
-    shape: DecoderShape
-    intermediate_size: int
+    forward: DryRun
+    layer: LayerSizes
+    hidden_size: int
+    vocab_size: int
     max_position_embeddings: int | None
     loaded: bool = False
 
@@ -93,15 +136,17 @@ def _bytes_of_files(target: Any, config: PreTrainedConfig) -> int:
 
 def _facts(name: str, config: PreTrainedConfig, packing: Quantization, attention: str | None) -> TargetFacts:
     _require_fields(config)
-    inventory = weight_inventory(config)
+    inventory, text = weight_inventory(config), config.get_text_config(decoder=True)
     return TargetFacts(
         name=name,
         fingerprint=target_fingerprint(config),
         quantization=packing,
         weights=count_weights(inventory, packing),
         num_parameters=inventory.num_parameters,
-        shape=decoder_shape(config, packing, attention),
-        intermediate_size=max(layer.intermediate_size for layer in sizes_by_layer(config)),
+        forward=dry_run_of(config, packing, attention),
+        layer=max(sizes_by_layer(config), key=lambda layer: layer.kv_heads * (layer.key_dim + layer.value_dim)),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
         max_position_embeddings=trained_context(config),
     )
 
@@ -167,59 +212,10 @@ def _dtype_name(dtype: Any) -> str:
     return _DTYPE_NAMES.get(str(dtype).removeprefix("torch."), "bf16")
 
 
-def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: str | None = None) -> DecoderShape:
-    """Activation and cache sizes of a model of this configuration.
-
-    Raises:
-        MemoryPlanError: it has layers that no draft can be verified on, or states that cannot be counted.
-    """
-    text = config.get_text_config(decoder=True)
-    windows, attends, num_states = _kept_by_layer(text)
-    layers = sizes_by_layer(text)
-    widest = max(layers, key=lambda layer: layer.cached_heads * layer.cached_elements)
-    sharing = getattr(text, "num_kv_shared_layers", None) or 0  # the last attend to others' keys
-    keeping = len(layers) - sharing
-    states = state_shape(config, packing.dtype_bytes) if any(num_states) else None
-    columns = 0 if states is None else states.columns  # a chunk that goes on lies beside a convolution's window, too
-    forward = forward_bytes(config, packing.dtype_bytes)
-    return DecoderShape(
-        hidden_size=text.hidden_size,
-        q_heads=widest.attention_heads,
-        kv_heads=widest.kv_heads,
-        key_dim=widest.key_dim,
-        value_dim=widest.value_dim,
-        token_bytes=forward.token + columns,
-        vocab_size=text.vocab_size,
-        windows=windows,
-        element_bytes=packing.dtype_bytes,
-        score_bytes=_score_bytes(
-            text.model_type, attention, getattr(text, "_attn_implementation", None), packing.dtype_bytes
-        ),
-        kv_by_layer=tuple(
-            (layer.cached_heads, layer.cached_elements) if is_attention and index < keeping else (0, 0)
-            for index, (layer, is_attention) in enumerate(zip(layers, attends, strict=True))
-        ),
-        states=states,
-        logit_bytes=forward.logit,
-        expanded_elements=widest.expanded_elements,
-    )
-
-
-def _kept_by_layer(text: PreTrainedConfig) -> tuple[tuple[int | None, ...], Sequence[bool], Sequence[int]]:
-    """Of each layer: how far back it sees, whether it attends, how many states it keeps."""
-    try:
-        kept = kinds_from_config(text, None, 1)
-    except IncompatibleTargetError as error:
-        raise MemoryPlanError(str(error)) from error
-    return tuple(kept.windows), kept.attends, kept.num_states
-
-
-def _score_bytes(model_type: str, attention: str | None, configured: str | None, element_bytes: int) -> int:
-    """What attention holds per score: nothing with a fused kernel."""
-    if model_type == "gpt_oss" and attention in (None, "eager", "sdpa"):  # no SDPA path because of its sinks
-        return 3 * element_bytes  # scores with the sink column, less their maximum, softmax in the same dtype
-    implementation = attention or configured or "sdpa"
-    return 3 * element_bytes + 4 if implementation == "eager" else 0  # scores, masked, fp32 softmax, its cast back
+def dry_run_of(config: PreTrainedConfig, packing: Quantization, attention: str | None = None) -> DryRun:
+    """A run without memory of a model of this configuration; attends by SDPA where it can, unless asked for scores."""
+    wanted = attention or getattr(config.get_text_config(decoder=True), "_attn_implementation", None)
+    return dry_run(config, _DTYPES[packing.dtype], "eager" if wanted == "eager" else None)
 
 
 def target_fingerprint(config: PreTrainedConfig) -> str:

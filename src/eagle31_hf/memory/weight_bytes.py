@@ -181,8 +181,14 @@ def _inventory(config_class: Any, config_json: str) -> WeightInventory:
     return inventory_of(meta_model(config_class, config_json))
 
 
-def meta_model(config_class: Any, config_json: str) -> PreTrainedModel:
-    """The bf16 model `AutoModelForCausalLM` makes of a configuration, without memory for its weights.
+def meta_model(
+    config_class: Any, config_json: str, dtype: torch.dtype = torch.bfloat16, attention: str | None = None
+) -> PreTrainedModel:
+    """The model `AutoModelForCausalLM` makes of a configuration, without memory for its weights.
+
+    Args:
+        dtype: of its activations.
+        attention: its `attn_implementation`; `None`: what the configuration says, or transformers' own choice.
 
     Raises:
         MemoryPlanError: transformers knows no causal language model for this configuration.
@@ -193,7 +199,8 @@ def meta_model(config_class: Any, config_json: str) -> PreTrainedModel:
     config = config_class.from_dict(fields)
     try:
         with torch.device("meta"):
-            return target_class(config).from_config(config, dtype=torch.bfloat16).eval()
+            chosen = {} if attention is None else {"attn_implementation": attention}
+            return target_class(config).from_config(config, dtype=dtype, **chosen).eval()
     except Exception as error:  # sizes may be wrong in any way
         raise MemoryPlanError(
             f"transformers makes no causal language model of this {type(config).__name__} "

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..drafting.draft_tree import DraftTree, ancestors_from_parents
 from ..errors import ConfigurationError
-from .draft_tree import DraftTree, ancestors_from_parents
 
 
 @dataclass(frozen=True)

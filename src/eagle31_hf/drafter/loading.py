@@ -18,7 +18,7 @@ from transformers import (
 from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.hub import can_be_hub_id, folder_meant, target_class
 from ..errors import CheckpointNotFoundError, IncompatibleTargetError, first_line
-from .devices import SHORT_NAMES, quick_dtype
+from ..targets.devices import SHORT_NAMES, quick_dtype
 
 _TOKENIZER_FILES = r"tokeni[sz]er|vocab|merges|spiece|sentencepiece|bpe|tiktoken|tekken|\.model$"
 
