@@ -173,6 +173,14 @@ def wrapped_rounds(wrap: Callable[[Round], RoundWrapper]) -> Iterator[None]:
 # --- drafts that are right for a while --------------------------------------------------------------------------------
 
 
+def longest_path(tree: DraftTree, row: int) -> list[int]:
+    """Nodes from the root to one of the deepest, the first of equals."""
+    parents, path = tree.parents[row].tolist(), [int(tree.depths[row].argmax())]
+    while path[0] != 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
 @contextmanager
 def oracle_drafts(truth: Tensor, prompt_length: int, seed: int = 0, right: int | None = None) -> Iterator[None]:
     """Drafts that follow `truth` `(B, L + n)`, what plain decoding writes, up to a depth `right`, then go astray.
@@ -192,7 +200,7 @@ def oracle_drafts(truth: Tensor, prompt_length: int, seed: int = 0, right: int |
             tree = self.inner.draft(batch)
             tokens = tree.tokens.clone()
             for b, row in enumerate(batch.rows):
-                path = max(tree.paths(b), key=len)
+                path = longest_path(tree, b)
                 written = len(batch.sequences.new[row])
                 for node, token in zip(path[1:], coming(row, written, len(path) - 1), strict=False):
                     tokens[b, node] = token

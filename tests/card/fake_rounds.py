@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter import assistant
+from eagle31_hf.drafting.costs import RoundCosts
+from eagle31_hf.drafting.planner import Planner
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.graphs.captured import CapturesSteps
 from eagle31_hf.loop.decoder import DecodingRequest, SpeculativeDecoder
@@ -127,6 +129,7 @@ def write(counting: Counting, drafter: Eagle31Drafter, text: Text, rounds: int) 
         sequences=Sequences(ids, [0] * text.rows, StopRules(text.longest), None),
         processing=ScoreProcessing(LogitsProcessorList(text.processors)),
         shape=text.shape,
+        policy=Planner(text.shape, lambda _rows: RoundCosts(0.0, text.shape.depth), schedule="constant"),
         do_sample=text.do_sample,
         prefill_chunk=text.chunk,
         graphs=current_graphs(drafter).made_by(CapturesSteps(counting.capture)) if text.captured else None,

@@ -7,7 +7,7 @@ to make one:
     DraftTree.chain(tokens)                                       width 1
     drafter.dynamic.TreeGrowth.start(...).expand(...).prune(...)  by confidence (EAGLE-2, EAGLE-3)
 
-Nothing here waits for the device except `DraftTree.paths`, so all of it can be captured in a CUDA graph. The shapes
+Nothing here waits for the device, so all of it can be captured in a CUDA graph. The shapes
 of chains are cached per device: run once before capturing, as for any captured step.
 
 `B` batch, `N` nodes with the root, `D` longest path without the root, `k` top-k, `V` / `Vd` target / draft vocabulary.
@@ -113,22 +113,6 @@ class DraftTree:
         numbers = torch.arange(size, device=nodes.device).expand(batch, size)
         path = numbers.new_zeros(batch, self.max_depth + 2).scatter_(1, slots, numbers)
         return path[:, :-1], on_path.sum(1)
-
-    def leaves(self) -> Tensor:
-        """`(B, N)` bool: nodes without children (below nobody but themselves)."""
-        return self.ancestors.sum(1) == 1
-
-    def paths(self, row: int = 0) -> list[list[int]]:
-        """All root-to-leaf paths of one row, in leaf order. For display and tests: it waits for the device."""
-        parents, leaves = self.parents[row].tolist(), self.leaves()[row].tolist()
-        return [_climb(parents, node) for node, is_leaf in enumerate(leaves) if is_leaf]
-
-
-def _climb(parents: list[int], node: int) -> list[int]:
-    path = [node]
-    while path[-1] != 0:
-        path.append(parents[path[-1]])
-    return path[::-1]
 
 
 @lru_cache(maxsize=64)

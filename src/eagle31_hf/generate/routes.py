@@ -105,13 +105,21 @@ def _attention_of_its_own(call: Call) -> str | None:
 
 
 def _rotations_that_change(call: Call) -> str | None:
-    limit = call.drafter.binding.rotates_alike_up_to
-    if not limit or not call.may_rotate_otherwise:
-        return None if limit != 0 else "it could not be found out whether the target rotates long texts otherwise"
-    return (
-        f"the text may come to {call.longest_text} tokens, and behind {limit} the target rotates all positions in "
-        "another way (rope scaling), so that it must be read token by token"
-    )
+    """Rows of a batch are drafted as far as the one that has most to write; graphs look deeper than a text's end."""
+    binding, settings = call.drafter.binding, call.drafter.generation_config
+    limit = binding.rotates_alike_up_to
+    if limit is None:
+        return None
+    if limit == 0:
+        return "it could not be found out whether the target rotates long texts otherwise"
+    behind = f"behind {limit} the target rotates all positions in another way (rope scaling)"
+    if call.may_rotate_otherwise:
+        return f"the text may come to {call.longest_text} tokens, and {behind}, so that it must be read token by token"
+    is_eager = binding.head_device.type == "cpu" and settings.acceleration != "compile"
+    depth = 0 if is_eager and call.batch_size == 1 else drafting_of(call).shape.depth
+    if call.longest_text + depth <= limit:
+        return None
+    return f"drafts of {depth} tokens may pass the text's end, and {behind}"
 
 
 def _more_positions_than_there_are(call: Call) -> str | None:
@@ -119,19 +127,6 @@ def _more_positions_than_there_are(call: Call) -> str | None:
     if most is None or call.longest_text <= most:
         return None
     return f"the text may come to {call.longest_text} tokens, and the target has {most} positions"
-
-
-def _drafts_beyond_what_rotates_alike(call: Call) -> str | None:
-    """Rows of a batch are drafted as far as the one that has most to write; graphs look deeper than a text's end."""
-    binding, settings = call.drafter.binding, call.drafter.generation_config
-    if binding.rotates_alike_up_to is None:
-        return None
-    is_eager = binding.head_device.type == "cpu" and settings.acceleration != "compile"
-    depth = drafting_of(call).shape.depth
-    room = binding.rotates_alike_up_to - call.longest_text
-    if (is_eager and call.batch_size == 1) or depth <= room:
-        return None
-    return f"drafts of {depth} tokens may pass the {binding.rotates_alike_up_to} that are rotated alike"
 
 
 def _target_without_trees(call: Call) -> str | None:
@@ -233,7 +228,6 @@ AGAINST_OWN: tuple[Objection, ...] = (
     _attention_of_its_own,
     _rotations_that_change,
     _more_positions_than_there_are,
-    _drafts_beyond_what_rotates_alike,
     _target_without_trees,
     _foreign_cache,
     _inputs_we_know_nothing_of,

@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from ..drafter.assistant import Assistant
-from ..drafting.costs import RoundCosts
 from ..drafting.draft_tree import DraftTree
 from ..drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
-from ..drafting.planner import Planner
 from ..drafting.shape import DraftShape
 from ..graphs.graphs import Graphs
 from ..sampling.callers_code import CallersCode
@@ -52,7 +50,7 @@ class DecodingRequest:
         prompts: the same as the model's own first forward reads them; `None` where they are tokens and nothing else.
         processing: logits processors.
         shape: the largest draft of a round; caches are made for it.
-        policy: decides what to draft in each round; `None`: as much as there is room for.
+        policy: decides what to draft in each round.
         do_sample: sample from the target's distribution instead of taking its arg-max.
         prefill_chunk: prompt columns per target forward; `None` for all at once.
         on_tokens: called with `(row, tokens)` as they are written (streaming).
@@ -68,7 +66,7 @@ class DecodingRequest:
     sequences: Sequences
     processing: ScoreProcessing
     shape: DraftShape
-    policy: DraftPolicy | None = None
+    policy: DraftPolicy
     prompts: PromptForward | None = None
     do_sample: bool = False
     prefill_chunk: int | None = None
@@ -82,11 +80,6 @@ class DecodingRequest:
     code: CallersCode | None = None
     noise: PositionNoise | None = None
     seen: SeenTokens | None = None
-
-    def __post_init__(self) -> None:
-        if self.policy is None:
-            costs = RoundCosts(0.0, self.shape.depth)
-            self.policy = Planner(self.shape, lambda _rows: costs, schedule="constant")
 
     def begin(self, vocabulary: int) -> None:
         """Before the first token, for scores of so many: follow torch's generator if the text is sampled, and the
@@ -349,7 +342,6 @@ class SpeculativeDecoder:
         remaining = max(self.sequences.remaining_tokens(row) for row in live_rows)
         if remaining < 2 or self.largest.depth < 1:
             return None
-        assert self.request.policy is not None, "every request has one"
         plan = self.request.policy.next_draft(RoundState(self.largest, live_rows, self.sequences, remaining))
         shape = plan.shape.within(self.largest)
         return plan if shape is plan.shape else replace(plan, shape=shape)
@@ -361,7 +353,6 @@ class SpeculativeDecoder:
         if plan is not None:
             stats.skipped_rounds += plan.skips
             rows = tuple(self.rows[b] for b in batch.live)
-            assert self.request.policy is not None, "it has planned the round"
             seconds = self.clock.round_s
             self.request.policy.record(RoundStats(plan, depth, rows, tuple(accepted), seconds))
 
