@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import openai
 import pytest
 
 from eagle31_hf.serving.api import Translator
@@ -46,24 +45,16 @@ def test_a_field_that_is_read_reaches_the_text(texts_of, name):
     assert texts_of(**{name: READ[name]}) != texts_of()
 
 
-def test_of_completions_they_reach_the_text_too(served):
-    translator = Translator(served.engine)
-
-    def texts_of(**more):
-        return translator.of_completion(parse_completion({"model": MODEL, "prompt": "A shop", **more}))
-
-    values = {**READ, "prompt": "The weather", "logprobs": 2}
-    for name in set(CompletionBody.model_fields) - OF_THE_CALL - {"add_special_tokens", "echo"}:
-        assert texts_of(**{name: values[name]}) != texts_of(), name
-    asked = []
+def test_completions_are_tokenized_as_they_ask(served):
+    translator, asked = Translator(served.engine), []
 
     def tokenize(text, *, add_special_tokens):
         asked.append(add_special_tokens)
         return {"input_ids": [5]}
 
     translator._tokenizer = tokenize
-    texts_of(add_special_tokens=False)
-    texts_of()
+    for more in ({"add_special_tokens": False}, {}):
+        translator.of_completion(parse_completion({"model": MODEL, "prompt": "A shop", **more}))
     assert asked == [False, True]
 
 
@@ -274,12 +265,6 @@ def test_extremes_are_refused_at_the_door(setting):
     assert refused.value.status == 400
 
 
-@pytest.mark.parametrize("top", [-1, 21, 10**6])
-def test_more_alternatives_than_are_told_are_refused(client, top):
-    with pytest.raises(openai.BadRequestError, match="logprobs"):
-        client.completions.create(model=MODEL, prompt="A shop", logprobs=top)
-
-
 # --- and what they do -------------------------------------------------------------------------------------------------
 
 
@@ -335,16 +320,6 @@ def test_one_of_many_texts_can_be_chosen_and_a_grammar_that_is_too_large_is_an_e
         "too large to be followed"
         in error_of(client, 500, extra_body={"structured_outputs": {"grammar": too_large}})["message"]
     )
-
-
-def test_offsets_of_a_streamed_completion_go_on(client):
-    settings = {"model": MODEL, "prompt": "A shop", "temperature": 0, "max_tokens": 12, "logprobs": 0}
-    whole = client.completions.create(**settings).choices[0]
-    pieces = [piece.choices[0] for piece in client.completions.create(**settings, stream=True) if piece.choices]
-    assert len([piece for piece in pieces if piece.logprobs]) > 1
-    assert [at for piece in pieces if piece.logprobs for at in piece.logprobs.text_offset] == whole.logprobs.text_offset
-    for text, at in zip(whole.logprobs.tokens, whole.logprobs.text_offset, strict=True):
-        assert whole.text[at : at + len(text)] == text
 
 
 def test_one_call_where_one_was_asked_for(client, served, monkeypatch):

@@ -1,20 +1,28 @@
-"""A row whose scores are no numbers ends alone; the others, and who comes after it, notice nothing."""
+"""A row whose scores are no numbers, or whose processors or tokenizer raise, ends alone; others, and who comes after
+it, notice nothing."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import LogitsProcessor
 
+from eagle31_hf.serving import rows
 from eagle31_hf.serving.engine import Engine
 from eagle31_hf.serving.text import Request, Sampling
 from eagle31_hf.texts.chats import encode_chat
 from loopback import MESSAGES, SIZES
 
 LENGTH = 64
-POISON = 7000
-"""A token whose embedding is no number while `poisoned` holds."""
+POISON, UNKNOWN = 7000, 7001
+"""Tokens whose embedding is no number while `poisoned` holds, and which the tokenizer cannot decode while
+`knows_not_all` does."""
+BEYOND = 10**6
+"""An id that the target has no score for: what looks for it raises."""
 
 
 class Listener:
@@ -71,7 +79,26 @@ def wanted(pair):
     return [victim.tokens for victim in victims]
 
 
-HARMFUL = {
+class RaisesAt(LogitsProcessor):
+    """Raises once a text is so long."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise KeyError("no such state")
+        return scores
+
+
+class Forks(RaisesAt):
+    """Drafts are shown to it, too."""
+
+    def fork_for_drafts(self) -> Forks:
+        return self
+
+
+HARMFUL: dict[str, dict[str, Any]] = {
     "drawn": {"sampling": Sampling(temperature=1e-38, seed=1)},
     "drawn by prefix": {"sampling": Sampling(temperature=1.0, seed=1, repetition_penalty=1e-40)},
     "greedy": {"sampling": Sampling(temperature=0.0, logit_bias={5: float("nan")})},
@@ -83,23 +110,32 @@ HARMFUL = {
     "as the prompt's last token": {"prompt": [5, 6, 7, POISON]},
     "as the only token": {"prompt": [POISON]},
     "in the text": {"sampling": Sampling(0.0, logit_bias={POISON: 100.0})},
+    "a bias raises, greedy": {"sampling": Sampling(0.0, logit_bias={BEYOND: 1.0})},
+    "a bias raises, drawn": {"sampling": Sampling(1.0, seed=1, logit_bias={BEYOND: 1.0})},
+    "a grammar raises": {"sampling": Sampling(0.0), "grammar": RaisesAt(0)},
+    "a grammar raises later": {"sampling": Sampling(1.0, seed=1), "prompt": range(10, 15), "grammar": RaisesAt(12)},
+    "a grammar that drafts are shown raises": {"prompt": range(10, 15), "grammar": Forks(12)},
 }
+RAISED = ("IndexError: ", "ValueError: ", "KeyError: 'no such state'")
 
 
 @pytest.mark.parametrize("how", list(HARMFUL))
-@pytest.mark.thorough(every=9)
-def test_a_row_whose_scores_are_no_numbers_ends_alone(pair, engine, wanted, poisoned, how):
+@pytest.mark.thorough(every=5)
+def test_a_row_that_fails_ends_alone(pair, engine, wanted, poisoned, monkeypatch, how):
+    monkeypatch.setattr(rows, "GrammarProcessor", lambda grammar, *_: grammar)
     prompt = encode_chat(pair.tokenizer, MESSAGES)
     victims = victims_of(engine, prompt)
     harmful = {"prompt": prompt, "sampling": Sampling(0.0), **HARMFUL[how]}
     attacker = ask(engine, **harmful)
     assert attacker.ended.wait(60)
     assert attacker.finish == "error"
-    assert "no numbers" in attacker.error
+    assert attacker.error.startswith(RAISED) if "raise" in how else "no numbers" in attacker.error
+    if "grammar" in harmful:
+        assert len(attacker.tokens) == (0 if harmful["prompt"] == prompt else 7), "what was written before stays"
     after = [
         ask(engine, prompt, Sampling(0.0), most=LENGTH) for _ in range(SIZES.max_rows)
     ]  # also in the attacker's place
-    again = ask(engine, harmful["prompt"], Sampling(0.0), most=4) if POISON not in harmful["prompt"] else None
+    again = ask(engine, prompt, Sampling(0.0), most=4) if harmful["prompt"] == prompt else None
     assert all(listener.ended.wait(60) for listener in (*victims, *after))
     assert [victim.tokens for victim in victims] == wanted
     assert all(listener.tokens == wanted[0] for listener in after)
@@ -107,6 +143,27 @@ def test_a_row_whose_scores_are_no_numbers_ends_alone(pair, engine, wanted, pois
     if again is not None:
         assert again.ended.wait(60)
         assert again.tokens == wanted[0][:4]
+
+
+@pytest.fixture
+def knows_not_all(pair, monkeypatch):
+    decode = pair.tokenizer.decode
+
+    def decode_known(ids, **how):
+        if UNKNOWN in ids:
+            raise IndexError("piece id is out of range")
+        return decode(ids, **how)
+
+    monkeypatch.setattr(pair.tokenizer, "decode", decode_known)
+
+
+def test_a_row_whose_text_cannot_be_decoded_ends_alone(pair, engine, wanted, knows_not_all):
+    """A target may have more rows than its tokenizer has tokens."""
+    victims = victims_of(engine, encode_chat(pair.tokenizer, MESSAGES))
+    attacker = ask(engine, [10, 11, 12], Sampling(0.0, logit_bias={UNKNOWN: 100.0}))
+    assert all(listener.ended.wait(60) for listener in (*victims, attacker))
+    assert (attacker.finish, attacker.error) == ("error", "IndexError: piece id is out of range")
+    assert [victim.tokens for victim in victims] == wanted
 
 
 def test_nothing_of_a_row_that_failed_is_left(pair, engine, poisoned):
