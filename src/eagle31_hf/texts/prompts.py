@@ -17,7 +17,7 @@ from typing import Any
 from ..demo import CONVERSATIONS, Messages
 from ..errors import ConfigurationError, TrainingError, first_line
 from .conversations import file_rows
-from .rows import Message, conversation_from_row, until_unanswered
+from .rows import FIRST_MESSAGES, Message, conversation_from_row, up_to_question
 
 MT_BENCH_ROWS = 80
 """MT-bench is the first so many rows of Spec-Bench."""
@@ -27,8 +27,6 @@ SPEED_BENCH_ROUTE = (
     "its texts may not be passed on, so they are put in on your machine: run NeMo-Skills' "
     "nemo_skills/dataset/speed-bench/prepare.py --output_dir DIR, then pass speed-bench=DIR/qualitative.jsonl"
 )
-LAST_OPENING_MESSAGE = 4
-"""Index of the last message an opening may end with."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,8 @@ class Prompt:
 
     @property
     def opening(self) -> Messages:
-        """The first five messages at most: rows of a batch would be too unlike if chats were asked at full length."""
-        return list(self.messages[: LAST_OPENING_MESSAGE + 1])
+        """The messages up to an early question."""
+        return up_to_question(self.messages, FIRST_MESSAGES) or list(self.messages)
 
 
 def embedded_prompts() -> list[Prompt]:
@@ -138,8 +136,10 @@ def _prompt(row: Any, suite: str, where: str) -> Prompt:
         row = {**row, "turns": [row["turns"]]}
     try:
         found = conversation_from_row(row, where=where, fallback_id=number, category=suite)
-        chat = _asked(found.messages)
-    except (TrainingError, ValueError) as error:
+        chat = tuple(up_to_question(found.messages))
+        if not chat or not all(message["content"].strip() for message in chat if message["role"] == "user"):
+            raise TrainingError("no words")
+    except TrainingError as error:
         reason = first_line(error).removeprefix(f"{where}: ")
         raise ConfigurationError(
             f'{where}: no prompt in {json.dumps(row, default=str)[:80]} ({reason}); wanted "turns" with the user\'s '
@@ -148,12 +148,3 @@ def _prompt(row: Any, suite: str, where: str) -> Prompt:
     if any(PLACEHOLDER in str(text) for text in (message["content"] for message in found.messages)):
         raise ConfigurationError(f"{where} is one of SPEED-Bench's placeholders: {SPEED_BENCH_ROUTE}")
     return Prompt(f"{suite}/{found.id or number}", suite, found.category, chat)
-
-
-def _asked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Messages up to the user's last one, or the first that goes unanswered."""
-    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
-    if not users or not all(messages[place]["content"].strip() for place in users):
-        raise ValueError("no words")
-    answered = until_unanswered(messages[: users[-1] + 1])
-    return tuple(answered)

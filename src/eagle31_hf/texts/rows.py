@@ -97,10 +97,18 @@ def conversation_from_row(row: Any, *, where: str, fallback_id: str, category: s
     )
 
 
-def until_unanswered(messages: Sequence[Message]) -> list[Message]:
-    """Messages up to the first of the user's that another one of the user's follows: rows of user turns alone."""
-    pairs = enumerate(pairwise(message["role"] for message in messages), start=1)
-    return list(messages[: next((end for end, pair in pairs if pair == ("user", "user")), len(messages))])
+FIRST_MESSAGES = 5
+"""Chats are asked up to one of these at most: long dialogues would set the figures, and batches be too unlike."""
+
+
+def up_to_question(messages: Sequence[Message], most: int | None = None) -> list[Message]:
+    """Messages up to the last of the user's among the first `most`, or the first that goes unanswered."""
+    roles = [message["role"] for message in messages[:most]]
+    pairs = enumerate(pairwise(roles), start=1)
+    end = next((end for end, pair in pairs if pair == ("user", "user")), len(roles))
+    while end and roles[end - 1] != "user":
+        end -= 1
+    return list(messages[:end])
 
 
 def _tools_of(row: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:

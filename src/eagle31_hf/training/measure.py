@@ -29,12 +29,10 @@ from ..sampling.draw import PositionNoise, argmax, perturbed
 from ..sampling.logits_processing import DraftWarping, ScoreProcessing, processing_of, sampling_options
 from ..stats import Acceptance
 from ..targets.binding import TargetBinding
-from ..texts.rows import Conversation, Message, until_unanswered
+from ..texts.rows import FIRST_MESSAGES, Conversation, up_to_question
 from .data import prompt_ids
 from .writing import OnProgress, write_batch
 
-LAST_MESSAGE = 4
-"""Prompts end with the last user message no later than this one, so that long dialogues do not set the figures."""
 SERVED_BY = ("bos_token_id", "eos_token_id", "pad_token_id", "temperature", "top_k", "top_p", "min_p")
 """What is left of a target's generation config in texts that acceptance is told from."""
 
@@ -50,23 +48,16 @@ class EvaluationPrompt:
 def evaluation_prompts(
     conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase
 ) -> list[EvaluationPrompt]:
-    """Each conversation up to its last user message no later than `LAST_MESSAGE`."""
+    """Each conversation up to an early question."""
     prompts = []
     for conversation in conversations:
-        messages = conversation.messages if conversation.is_text else context_of(conversation)
+        messages = list(conversation.messages)
+        if not conversation.is_text and not (messages := up_to_question(messages, FIRST_MESSAGES)):
+            raise TrainingError(
+                f"{conversation.id} has no user message among its first {FIRST_MESSAGES}; mend or remove it"
+            )
         prompts.append(EvaluationPrompt(prompt_ids(tokenizer, conversation, messages), conversation.category))
     return prompts
-
-
-def context_of(conversation: Conversation) -> list[Message]:
-    """The messages up to the last user message no later than `LAST_MESSAGE`, or the first that goes unanswered."""
-    messages = until_unanswered(conversation.messages)
-    users = [i for i, message in enumerate(messages) if message["role"] == "user" and i <= LAST_MESSAGE]
-    if not users:
-        raise TrainingError(
-            f"{conversation.id} has no user message among its first {LAST_MESSAGE + 1}; mend or remove it"
-        )
-    return messages[: users[-1] + 1]
 
 
 @dataclass(frozen=True)
