@@ -1,7 +1,7 @@
 """What the rows of a cache hold for good, where the running forward writes, and how layers with states read it.
 
 Attention needs none of the last: masks hide what a token must not see. A recurrent layer has no mask, and what it reads
-is in its state for good, so it must be told which tokens are pads, and whether some of them may be dropped.
+is in its state for good, so it needs to know which tokens are pads, and whether some of them may be dropped.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Placement:
 
     @property
     def lengths_tensor(self) -> Tensor:
-        """`lengths` on the device, `(B,)`, rewritten in place once somebody asks: rounds by graphs do not."""
+        """`lengths` on the device, `(B,)`, rewritten in place where it is read: rounds by graphs do not."""
         if not self._mirrored:
             self._mirrored = True
             if self.rows_alike:

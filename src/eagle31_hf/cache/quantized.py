@@ -4,7 +4,7 @@ Every token and head has one scale for its key and one for its value, and 8 bits
 
     key[b, h, t] = scale[b, h, t] * codes[b, h, t]      codes: int8
 
-**A token is rounded once, when it is written**, drafted ones too, and whoever attends to it afterwards, itself
+**A token is rounded once, when it is written**, drafted ones too, and what attends to it afterwards, itself
 included, reads the rounded numbers. Were the draft window read as it came and rounded only when kept, a token would see
 its neighbours differently depending on where a round or a prefill chunk happened to end, and drafting would change the
 text. So a rejected node leaves no trace, an accepted one is moved and never rounded again, and the text is what this

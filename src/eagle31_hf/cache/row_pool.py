@@ -23,7 +23,7 @@ class RowPool(SpeculativeCache):
     def __init__(self, *args: Any, batch_size: int, **kwargs: Any):
         super().__init__(*args, batch_size=batch_size, **kwargs)
         self.num_rows = batch_size
-        self._placement.reserved_rows = batch_size
+        self.placement.reserved_rows = batch_size
         self._parked: dict[int, tuple[int, int]] = {}  # by place: length, and end of the rings
         self._set_live([], [])
 
@@ -69,7 +69,7 @@ class RowPool(SpeculativeCache):
 
     def _shrink(self) -> None:
         """Let the last text's memory go: graphs are kept for rows that are as long as their texts need."""
-        self._placement.reserved_slots = 0
+        self.placement.reserved_slots = 0
         for layer in self.attending:
             layer.is_initialized = False
 
@@ -99,8 +99,8 @@ class RowPool(SpeculativeCache):
 
     def _set_live(self, lengths: list[int], ring_ends: list[int]) -> None:
         self._ring_end, self._state_end = ring_ends, lengths.copy()
-        self._placement.set_batch(len(lengths))
-        self._placement.set_lengths(lengths)
+        self.placement.set_batch(len(lengths))
+        self.placement.set_lengths(lengths)
 
     def _copy(self, source: SpeculativeCache, row: int, place: int, length: int) -> None:
         """Take a row's first `length` tokens over, ring and all."""
@@ -124,7 +124,7 @@ def resume_row(cache: SpeculativeCache, pool: RowPool, place: int, length: int) 
     cache._reserve(length)
     copy_layers(pool, place, cache, 0, length)
     cache._ring_end, cache._state_end = [length], [length]
-    cache._placement.set_lengths([length])
+    cache.placement.set_lengths([length])
 
 
 def copy_layers(source: SpeculativeCache, row: int, target: SpeculativeCache, place: int, length: int) -> None:

@@ -15,7 +15,7 @@ from ..errors import ConfigurationError, IncompatibleTargetError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 NO_MIXER = ("moe", "mlp")
-"""Layer types without a mixer. transformers 5.17 gives them a layer for states that nobody writes."""
+"""Layer types without a mixer. transformers 5.17 gives them a layer for states that is never written."""
 _ATTENTION_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 _STATE_LAYERS = {
     "LinearAttentionLayer",

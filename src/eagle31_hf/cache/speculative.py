@@ -75,12 +75,12 @@ class SpeculativeCache(Cache):
             raise ConfigurationError(f"got {wrong or 'no layers'}; a cache wants at least 1 of each")
         self.capacity, self.slab, self.device = capacity, slab, torch.device(device)
         self._spans = LayerSpans.of(kinds, capacity)
-        self._placement = Placement(batch_size, min(block, capacity), self.device)
-        self._masks, self._workspace = BlockMasks(self._spans, self._placement), Workspace()
+        self.placement = Placement(batch_size, min(block, capacity), self.device)
+        self._masks, self._workspace = BlockMasks(self._spans, self.placement), Workspace()
         self._ring_end = [0] * batch_size  # one past the newest position ever written to a ring
         self._state_end = [0] * batch_size  # the token whose states each row has
         states = kinds.num_states or [0] * len(kinds.windows)
-        layers = make_layers(self._spans.spans, states, self._placement, cache_type, self._workspace)
+        layers = make_layers(self._spans.spans, states, self.placement, cache_type, self._workspace)
         self.attending: list[SlotLayer] = [layer for layer in layers if isinstance(layer, SlotLayer)]
         self.with_states: list[StateLayer] = [layer for layer in layers if isinstance(layer, StateLayer)]
         super().__init__(layers=layers)
@@ -113,25 +113,25 @@ class SpeculativeCache(Cache):
     @property
     def lengths(self) -> list[int]:
         """Committed tokens per row."""
-        return list(self._placement.lengths)
+        return list(self.placement.lengths)
 
     @property
     def batch_size(self) -> int:
-        return self._placement.batch_size
+        return self.placement.batch_size
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Committed tokens of the longest row, whichever layer is asked."""
-        return self._placement.longest
+        """Committed tokens of the longest row, of every layer."""
+        return self.placement.longest
 
     @property
     def lengths_tensor(self) -> Tensor:
         """`lengths` on `device`, `(B,)`; rewritten in place where it is asked for after rows have grown."""
-        return self._placement.lengths_tensor
+        return self.placement.lengths_tensor
 
     @property
     def longest(self) -> int:
         """Committed tokens of the longest row."""
-        return self._placement.longest
+        return self.placement.longest
 
     @property
     def num_bytes(self) -> int:
@@ -163,28 +163,23 @@ class SpeculativeCache(Cache):
             UnsupportedGenerationError: of layers with states: the block continues one that was not committed, or a
                 chain of drafts begins a row.
         """
-        self._placement.require_room(num_tokens, after, self.capacity)
+        self.placement.require_room(num_tokens, after, self.capacity)
         self._reserve(self.longest + after + num_tokens)
-        self._placement.place(num_tokens, after)
+        self.placement.place(num_tokens, after)
         if not self.has_states:
             return
         if after:
             raise UnsupportedGenerationError(
                 f"got tokens to place after {after} that were not committed; layers with states read a block at once"
             )
-        self._placement.read_states(counts, is_draft=is_draft)
+        self.placement.read_states(counts, is_draft=is_draft)
         for layer in self.with_states:
             layer.forget_block()
-
-    @property
-    def placement(self) -> Placement:
-        """What rows hold and what is placed."""
-        return self._placement
 
     def _reserve(self, num_slots: int) -> None:
         step = self.slab or self.capacity
         wanted = min(-(-num_slots // step) * step, self.capacity)
-        self._placement.reserved_slots = max(self._placement.reserved_slots, wanted)
+        self.placement.reserved_slots = max(self.placement.reserved_slots, wanted)
 
     def make_room(self, num_slots: int) -> None:
         """Own at least so many slots now instead of during the next forward (a compiled one cannot allocate).
@@ -198,7 +193,7 @@ class SpeculativeCache(Cache):
     def room_for_graphs(self, num_slots: int) -> int:
         """`make_room`, and how many slots of its rows a graph looks at."""
         self.make_room(num_slots)
-        return self._placement.reserved_slots
+        return self.placement.reserved_slots
 
     def forget_mask(self) -> None:
         """Drop the mask kept between rounds: the next one is made for the blocks that come now, not for past ones."""
@@ -209,15 +204,15 @@ class SpeculativeCache(Cache):
         self.forget_mask()
         self._workspace.clear()
         self.slab = min(self.slab or self.capacity, SMALL_SLAB)
-        self._placement.reserved_slots = 0
-        self._placement.clear()
+        self.placement.reserved_slots = 0
+        self.placement.clear()
         for layer in self.with_states:
             layer.release_block()
 
     @property
     def block(self) -> int:
         """Most tokens written between two commits."""
-        return self._placement.block
+        return self.placement.block
 
     def mask_widths(self, num_slots: int) -> dict[str, int]:
         """Slots behind each mask, by layer type, where so many of full layers are looked at."""
@@ -246,16 +241,16 @@ class SpeculativeCache(Cache):
             depths: depth of the placed nodes, `(T,)` or `(B, T)`, or of the whole block, `(M,)` or `(B, M)`; the root
                 of a tree has depth 0. `None` means a chain.
         """
-        return self._placement.position_ids(depths)
+        return self.placement.position_ids(depths)
 
     @property
     def position_offsets(self) -> Tensor | None:
         """How far positions run ahead of slots, `(A, B)`: along each axis, of each row; `None`: they are the same."""
-        return self._placement.position_offsets
+        return self.placement.position_offsets
 
     def offset_positions(self, offsets: Tensor | None) -> None:
         """Count from here on along several axes, as a model does behind pictures; see `position_offsets`."""
-        self._placement.position_offsets = None if offsets is None else offsets.to(self.device)
+        self.placement.position_offsets = None if offsets is None else offsets.to(self.device)
 
     def attention_mask(
         self,
@@ -285,18 +280,18 @@ class SpeculativeCache(Cache):
     def keep(
         self, path: Tensor | Sequence[Sequence[int]] | None, counts: Sequence[int], *, settle: Settle = settle_states
     ) -> None:
-        """Commit accepted nodes, root included, in path order; whatever else the block holds is dropped.
+        """Commit accepted nodes, root included, in path order; the rest of the block is dropped.
 
         Args:
             path: node numbers, `(B, A)`; entries from `counts[b]` on are ignored. `None` means nodes `0, 1, 2, ...`.
                 A tensor on an accelerator is read back here: hand over the host copy the loop has already.
             counts: accepted nodes per row, 0 for a row that stands still.
-            settle: moves states on, whatever computes them.
+            settle: moves states on.
 
         Raises:
             UnsupportedGenerationError: a count or node number lies outside the placed block.
         """
-        kept, before = self._placement.kept_nodes(path, counts), self.lengths
+        kept, before = self.placement.kept_nodes(path, counts), self.lengths
         lengths = [length + len(row) for length, row in zip(before, kept, strict=True)]
         # Noted before the first copy: a copy that fails may have overwritten what a rollback would need.
         self._ring_end = [max(end, length) for end, length in zip(self._ring_end, lengths, strict=True)]
@@ -307,12 +302,12 @@ class SpeculativeCache(Cache):
             needed = moves[layer.ring] if isinstance(layer, WindowLayer) else full
             if needed is not None and layer.is_initialized:
                 layer.copy(needed)
-        self._placement.set_lengths(lengths)
+        self.placement.set_lengths(lengths)
 
     def _settle_states(self, kept: Sequence[Sequence[int]], lengths: list[int], settle: Settle) -> None:
         if not self.has_states:
             return
-        last = LastNodes(self._placement.last_state_nodes(kept), self.device)
+        last = LastNodes(self.placement.last_state_nodes(kept), self.device)
         if max(last.nodes) >= 0:
             self._state_end = lengths.copy()  # first, as above
             settle(self.with_states, last)
@@ -348,14 +343,11 @@ class SpeculativeCache(Cache):
                 f"after {[self._state_end[b] for b in gone]}; roll back to 0 and prefill"
             )
         self._ring_end, self._state_end = new.copy(), new.copy()
-        self._placement.set_lengths(new)
+        self.placement.set_lengths(new)
 
     def reset(self) -> None:
         """Empty every row; buffers stay allocated."""
         self.rollback([0] * self.batch_size)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.select_rows(beam_idx.tolist())
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row may repeat. Drops what is placed; the buffers are copied."""
@@ -370,8 +362,8 @@ class SpeculativeCache(Cache):
         self._state_end = [self._state_end[row] for row in rows]
         offsets = self.position_offsets
         self.offset_positions(None if offsets is None else offsets[:, rows])
-        self._placement.set_batch(len(rows))
-        self._placement.set_lengths([before[row] for row in rows])
+        self.placement.set_batch(len(rows))
+        self.placement.set_lengths([before[row] for row in rows])
 
     # In and out ------------------------------------------------------------------------------------------------------
 
@@ -403,7 +395,7 @@ class SpeculativeCache(Cache):
                 assert isinstance(layer, StateLayer)
                 layer.load_states(content.states)
         self._ring_end, self._state_end = lengths.copy(), lengths.copy()
-        self._placement.set_lengths(lengths)
+        self.placement.set_lengths(lengths)
 
     def held_states(self) -> StateSnapshot:
         """The states of all rows, which are of equal length, as copies."""

@@ -168,7 +168,7 @@ class SelectiveScan:
 
     Attributes:
         kernel: the model's own for one token, which writes the state in place.
-        dt_softplus: as it is told.
+        dt_softplus: as the kernel takes it.
         rounds: it adds `dt B x` in the activations' precision, as transformers' own code does, and not in float32, as
             compiled ones do.
     """
@@ -263,7 +263,7 @@ class Kernels(NamedTuple):
             state: as of `gate_bytes`.
         """
         heads, width, other = state
-        # Keys before and after they are normed and told to every head, values, and what is added.
+        # Keys before and after they are normed and repeated for every head, values, and what is added.
         vectors = 3 * width if self.recurrence is SelectiveScan else 5 * width // 2 + 2 * other
         return heads * vectors * 4
 

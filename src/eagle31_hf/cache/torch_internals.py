@@ -1,4 +1,4 @@
-"""What torch promises nobody and running on any device cannot do without.
+"""Names of torch that are not public and without which no device can be used.
 
 Graphs for a CPU need more (`graphs/ahead/torch_internals`).
 """

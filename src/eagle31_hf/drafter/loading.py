@@ -84,14 +84,14 @@ def packing_config(bits: str, compute_dtype: Any = None) -> BitsAndBytesConfig:
 
 
 def dtype_here(name: str, *, dtype: str, device_map: Any) -> torch.dtype | None:
-    """What `load_target` would load a target in that is stored otherwise; `None`: as stored, or nobody can say yet.
+    """What `load_target` would load a target in that is stored otherwise; `None`: as stored, or not known yet.
 
     Args:
         name, dtype, device_map: as `load_target` takes them; the weights are not packed.
     """
     try:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError):  # whoever loads it says more
+    except (OSError, ValueError, KeyError):  # loading it says more
         return None
     precision = _precision(config, dtype, device_map, packed=False)
     if not isinstance(precision, torch.dtype) or precision == config.get_text_config().dtype:

@@ -267,7 +267,7 @@ class TargetBinding:
 
     @property
     def head_device(self) -> torch.device:
-        """Where logits appear, and where the drafter lives unless told otherwise."""
+        """Where logits appear, and where the drafter lives by default."""
         return _module_device(self.lm_head)
 
     def embed(self, token_ids: Tensor) -> Tensor:

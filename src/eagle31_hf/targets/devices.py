@@ -27,7 +27,7 @@ SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Of torch's types, as people write them."""
 
 PRECISIONS = ("auto", "stored", *SHORT_NAMES.values(), *SHORT_NAMES)
-"""What may be asked for by name."""
+"""What can be chosen by name."""
 
 
 def cpu_arithmetic(dtype: torch.dtype, facts: Path = PROCESSOR_FACTS) -> str | None:

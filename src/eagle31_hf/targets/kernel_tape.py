@@ -73,15 +73,15 @@ def _selective_scan(single: Callable[..., Any], records: list[Recorded], args: t
 
 @functools.lru_cache
 def _rounds(kernel: Callable[..., Any], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a kernel of Mamba 2 rounds what a token adds to its state, asked by one token; of a run without memory
-    the CPU is asked."""
+    """Whether a kernel of Mamba 2 rounds what a token adds to its state, found out with one token; for a run without
+    memory on the CPU."""
     device = torch.device("cpu") if device.type == "meta" else device
     heads, width, size = 4, 64, 16
     dice = torch.Generator().manual_seed(0)
     x, dt, b = (torch.randn(shape, generator=dice).to(device, dtype) for shape in ((heads, width), (heads,), (size,)))
     state = torch.zeros(1, heads, width, size, device=device)
-    told = [x[None], dt[None, :, None].expand(-1, -1, width), state.new_zeros(heads, width, size), b[None, None]]
-    kernel(state, *told, b[None, None], None, z=None, dt_bias=state.new_zeros(heads, width), dt_softplus=False)
+    args = [x[None], dt[None, :, None].expand(-1, -1, width), state.new_zeros(heads, width, size), b[None, None]]
+    kernel(state, *args, b[None, None], None, z=None, dt_bias=state.new_zeros(heads, width), dt_softplus=False)
     rounded = (dt[:, None, None] * b) * x[..., None]
     exact = (dt.float()[:, None, None] * b.float()) * x.float()[..., None]
     far, near = ((state[0] - each.float()).abs().max() for each in (exact, rounded))

@@ -42,7 +42,7 @@ def require_mixers(model: PreTrainedModel) -> bool:
     """Whether some layers of `model` keep states, all of which can be taken back.
 
     Raises:
-        IncompatibleTargetError: it keeps states where nobody can find them.
+        IncompatibleTargetError: it keeps states outside the layers of a cache, or no module that keeps them was found.
     """
     name, text = type(model).__name__, model.config.get_text_config(decoder=True)
     stock = DynamicCache(config=text).layers

@@ -31,7 +31,7 @@ def gather_head_rows(head: nn.Module, rows: Tensor, dtype: torch.dtype) -> Tenso
     """Rows `rows` `(Vd,)` of an LM head as a dense `(Vd, H)` matrix: a reduced draft vocabulary over a shared head.
 
     A packed weight's rows cannot be taken by index. Its head is given the unit vectors instead, a few at a time, and
-    answers with its columns as it computes with them, whatever it packs them with.
+    answers with its columns as it computes with them, in any way of packing.
 
     Args:
         dtype: of the hidden states the head is used to.

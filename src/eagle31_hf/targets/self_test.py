@@ -16,12 +16,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..cache.speculative import SpeculativeCache
 from ..drafting.draft_tree import DraftTree, ancestors_from_parents
 from ..errors import Eagle31Error, IncompatibleTargetError, named_line
 from .binding import TargetBinding, Verification
 from .quantized import holds_packed_weights
-from .state_test import logits_error, reading_on_error, state_error
+from .state_test import logits_error, probe_cache, read_prompts, reading_on_error, state_error
 
 LONGEST_PROBE = 128
 """A sliding window is worth crossing in the probe only if it is shorter than this."""
@@ -100,7 +99,7 @@ def require_readable_states(binding: TargetBinding) -> None:
             _plain_logits(binding, tokens)
             shape = tuple(binding.take_aux().shape)
     except FAILURES:
-        return  # whatever it is, the self-test and the first generation say more
+        return  # the self-test and the first generation say more
     wanted = (1, 2, len(binding.aux_layers) * binding.text_config.hidden_size)
     if shape != wanted:
         raise IncompatibleTargetError(
@@ -142,14 +141,8 @@ def _tree_error(binding: TargetBinding, masks_by_type: bool | None, *, rows: int
     length = _probe_length(binding)
     tokens = probe_tokens(binding, length + 4)
     prefix, nodes = tokens[:, :length], tokens[:, length:]  # (1, length), (1, 4): root, its children a and b, c below a
-    cache = SpeculativeCache.from_config(
-        binding.text_config, batch_size=rows, capacity=length + 4, block=length, masks_by_type=masks_by_type,
-        device=tokens.device,
-    )  # fmt: skip
-    cache.place(length)
-    mask = cache.attention_mask(dtype=binding.compute_dtype, none_is_causal=binding.none_is_causal)
-    binding.forward(prefix.expand(rows, -1), cache.position_ids(), mask, cache, logits_to_keep=1)
-    cache.commit(length)
+    cache = probe_cache(binding, masks_by_type, rows=rows, length=length)
+    read_prompts(binding, cache, prefix.expand(rows, -1), None)
     found = Verification(binding, cache)(probe_tree(nodes[0], rows)).logits.float()  # (rows, 4, V)
 
     long_path = _plain_logits(binding, torch.cat((prefix, nodes[:, [0, 1, 3]]), 1))[-3:]

@@ -1,4 +1,4 @@
-"""What is changed in a target, or in the process, while somebody drafts, and changed back by the last who does."""
+"""What is changed in a target, or in the process, while texts are drafted, and changed back behind the last of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SharedChanges:
         self._held: dict[Hashable, tuple[int, Callable[[], object]]] = {}
 
     def hold(self, name: Hashable, change: Callable[[], Callable[[], object]]) -> None:
-        """Make a change that nobody holds yet; `change` returns what undoes it."""
+        """Make a change that is not held yet; `change` returns what undoes it."""
         with self._lock:
             holders, undo = self._held.get(name) or (0, change())
             self._held[name] = holders + 1, undo

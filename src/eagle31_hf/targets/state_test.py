@@ -38,8 +38,8 @@ def state_error(binding: TargetBinding, masks_by_type: bool | None, tokens: Tens
     for prompt, counts in zip(prompts, zip(*KEPT, strict=True), strict=True):
         text = [chain[:count] for chain, count in zip(chains, counts, strict=True)]
         plain.append(PlainText(binding, prompt, torch.cat([*text, last])))
-    cache = _cache(binding, masks_by_type, rows=len(prompts))
-    _read(binding, cache, torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), [PREFIX, SHORTER])
+    cache = probe_cache(binding, masks_by_type, rows=len(prompts), length=PREFIX)
+    read_prompts(binding, cache, torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), [PREFIX, SHORTER])
     verify, errors, ends = Verification(binding, cache), [0.0], [0, 0]
     for chain, counts in zip(chains, KEPT, strict=True):
         found = verify(DraftTree.chain(chain.expand(2, -1))).logits
@@ -59,9 +59,9 @@ def reading_on_error(binding: TargetBinding, masks_by_type: bool | None, tokens:
     begin anew there (Mamba 1)."""
     ids = tokens[:, :PREFIX]
     at_once = PlainText(binding, ids[0], ids[0, :0])
-    cache = _cache(binding, masks_by_type, rows=1)
+    cache = probe_cache(binding, masks_by_type, rows=1, length=PREFIX)
     for chunk in (ids[:, :SHORTER], ids[:, SHORTER:]):
-        logits = _read(binding, cache, chunk, None)
+        logits = read_prompts(binding, cache, chunk, None)
     return max(logits_error(logits[0], at_once.prompt_logits), _states_error(cache, 0, at_once.states[0]))
 
 
@@ -88,14 +88,16 @@ class PlainText:
         self.prompt_logits, self.logits = logits[0], torch.cat(logits)[1:]
 
 
-def _cache(binding: TargetBinding, masks_by_type: bool | None, *, rows: int) -> SpeculativeCache:
+def probe_cache(binding: TargetBinding, masks_by_type: bool | None, *, rows: int, length: int) -> SpeculativeCache:
+    """For prompts of so many tokens and a few more."""
     return SpeculativeCache.from_config(
-        binding.text_config, batch_size=rows, capacity=PREFIX + 8, block=PREFIX, masks_by_type=masks_by_type,
+        binding.text_config, batch_size=rows, capacity=length + 8, block=length, masks_by_type=masks_by_type,
         device=binding.input_device,
     )  # fmt: skip
 
 
-def _read(binding: TargetBinding, cache: SpeculativeCache, tokens: Tensor, counts: list[int] | None) -> Tensor:
+def read_prompts(binding: TargetBinding, cache: SpeculativeCache, tokens: Tensor, counts: list[int] | None) -> Tensor:
+    """Logits `(B, 1, V)` after the last of `tokens` `(B, n)`, of which each row has so many; all are committed."""
     cache.place(tokens.shape[1], counts=counts)
     mask = cache.attention_mask(dtype=binding.compute_dtype, none_is_causal=binding.none_is_causal)
     logits = binding.forward(tokens, cache.position_ids(), mask, cache, logits_to_keep=1).logits

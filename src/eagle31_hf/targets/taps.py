@@ -2,7 +2,7 @@
 
 A server's threads share one target. What is caught belongs to the thread whose forward it was: another thread's, with
 a drafter or without, is none of its business. Compiled code cannot ask which thread it runs in; what a graph catches
-lies in one place, so whoever runs a model compiled by its user takes turns (`turns`).
+lies in one place, so threads that run a model compiled by its user take turns (`turns`).
 """
 
 from __future__ import annotations
