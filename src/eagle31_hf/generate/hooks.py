@@ -134,9 +134,13 @@ def _validating(stock: Callable) -> Callable:
 
 
 def _serve(call: Call) -> Any:
-    """Hand the call to the loop that serves it exactly."""
+    """Hand the call to the loop that serves it exactly.
+
+    An assistant by default insists on no loop: `generate` begun anew would stream the prompt a second time.
+    """
     by_default = getattr(_default_call, "has_begun", None) is False
-    route = _route_of(call, by_default=by_default)
+    must_be_own = call.drafter.generation_config.speculation_loop == "own" and not by_default
+    route = choose_route(call, must_be_own=must_be_own)
     stats = call.drafter.stats = SpeculationStats(loop=route.loop, reason=route.reason)
     advise_once(call.input_ids.device)
     _compare_with_plan(call, stats)
@@ -146,32 +150,12 @@ def _serve(call: Call) -> Any:
         try:
             return write_own(call, stats)
         except LeftToPlain as left:
-            call, stats = left.call, _plain_from_here(call, str(left), stats, by_default=by_default)
+            if must_be_own:
+                raise UnsupportedGenerationError(not_served(str(left))) from left
+            _log_once(Route("plain", str(left)))
+            fallbacks, call = stats.fallbacks, left.call
+            stats = call.drafter.stats = SpeculationStats(loop="plain", reason=str(left), fallbacks=fallbacks)
     return write_plain(call, stats)
-
-
-def _route_of(call: Call, *, by_default: bool) -> Route:
-    """The route, for an assistant by default plain decoding where our loop was asked for by name and cannot serve the
-    call: `generate` begun anew would stream the prompt a second time."""
-    try:
-        return choose_route(call)
-    except UnsupportedGenerationError as error:
-        if not by_default:
-            raise
-        return Route("plain", f"cannot be drafted for: {first_line(error)}")
-
-
-def _plain_from_here(call: Call, reason: str, begun: SpeculationStats, *, by_default: bool) -> SpeculationStats:
-    """Figures of a text that is written anew.
-
-    Raises:
-        UnsupportedGenerationError: our loop was asked for by name, and the assistant, too.
-    """
-    if call.drafter.generation_config.speculation_loop == "own" and not by_default:
-        raise UnsupportedGenerationError(not_served(reason))
-    _log_once(Route("plain", reason))
-    stats = call.drafter.stats = SpeculationStats(loop="plain", reason=reason, fallbacks=begun.fallbacks)
-    return stats
 
 
 def _log_once(route: Route) -> None:

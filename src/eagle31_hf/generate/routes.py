@@ -46,11 +46,11 @@ class Route:
     reason: str = ""
 
 
-def choose_route(call: Call) -> Route:
-    """Our loop where it serves the call exactly, or the one that was asked for.
+def choose_route(call: Call, *, must_be_own: bool) -> Route:
+    """Our loop where it serves the call exactly, unless plain decoding was asked for.
 
     Raises:
-        UnsupportedGenerationError: our loop was asked for and cannot serve the call exactly.
+        UnsupportedGenerationError: it `must_be_own`, and our loop cannot serve the call exactly.
     """
     settings = call.drafter.generation_config
     if settings.speculation_loop == "plain":
@@ -58,7 +58,7 @@ def choose_route(call: Call) -> Route:
     why = next((why for objection in AGAINST_OWN if (why := objection(call)) is not None), None)
     if why is None:
         return Route("own")
-    if settings.speculation_loop == "own":
+    if must_be_own:
         raise UnsupportedGenerationError(not_served(why))
     unused = "" if settings.stored_cache_type == "full" else "; cache_type is not used there"
     return Route("plain", why + unused)
