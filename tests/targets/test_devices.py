@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from eagle31_hf.cli.pairs import PairSource, load_pair
-from eagle31_hf.targets import devices, loading
+from eagle31_hf.drafter import loading
+from eagle31_hf.targets import devices
 from eagle31_hf.targets.devices import (
     cpu_arithmetic,
     precision_advice,
