@@ -68,7 +68,7 @@ def test_what_serve_holds_is_planned(rows: int) -> None:
         for number in range(rows):
             read_in_pieces(batch, text_of([5 + number, *range(6, 20)], 12), writing=False)
         batch.round()
-        layers: list[StateLayer] = [*batch.cache.with_states, *batch._reader.caches.target.with_states]
+        layers: list[StateLayer] = [*batch.cache.with_states, *batch._reading.target.with_states]
         found = sum(layer.state_bytes for layer in layers)
     ledger = plan_of_run(drafter, MemorySettings(64, rows, 4)).ledger
     planned = sum(term.num_bytes for term in ledger if "states" in term.name and UPDATE in term.moments)

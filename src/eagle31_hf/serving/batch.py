@@ -77,8 +77,12 @@ class Batch:
         on_event = partial(logger.info, "eagle31: the batch's drafts: %s, %s")
         self.planner = planner_of(drafter, shape, by_graphs=self.graphs is not None, on_event=on_event)
         self.rounds = Round(drafter, self.caches, self._rows, self.clock, self.graphs)
+        self.prefill_chunk = prefill_chunk
         self._reading = PairCaches.make(drafter, shape, batch_size=1, **sizes)
-        self._reader = PromptReader(drafter, self._reading, self.caches, piece=prefill_chunk)
+        self._prefill = ChunkedPrefill(self.binding, self._reading.target, self._reading.drafter)
+        self._prompt: PrefillState | None = None  # all of it but its last token: a round begins with that
+        self._position = 0  # within what is read of it
+        self._text: Row | None = None
         self._parked: dict[int, list[int]] = {}  # tokens by place
 
     @property
@@ -93,39 +97,62 @@ class Batch:
         self.caches.catch_up()  # a drafter that rests is behind the rows that could be resumed from
         place, length = self._longest_shared(text.request)
         text.usage = replace(text.usage, cached_tokens=length)
-        return self._reader.begin(text, place, length)
+        self._forget_prompt()
+        if length:
+            self.caches.resume(self._reading, place, length)
+        rest = list(text.request.prompt[length:])
+        on_logits = None if text.request.prompt_logprobs is None else partial(_note_logprobs, text)
+        self._prompt = PrefillState([rest], unread=1, device=self.binding.input_device, on_logits=on_logits)
+        self._text = text
+        if len(rest) == 1 and self._reading.drafter is not None:
+            _start_midway(self._reading.drafter)
+        return len(rest) - 1
 
     def read(self, num_tokens: int) -> None:
         """Read on."""
+        assert self._prompt is not None, "begin comes first"
+        end, chunk = self._position + num_tokens, self.prefill_chunk
+        if self._prompt.on_logits is not None:
+            chunk = min(chunk, TOLD_AT_ONCE)
         with self.clock.phase("prefill"):
-            self._reader.read(num_tokens)
+            for start in range(self._position, end, chunk):
+                self._prefill.read_columns(self._prompt, start, min(end, start + chunk))
+        self._position = end
+        last = self._prompt.last_logits[0]
+        if last is not None and bool(last.isnan().any()):
+            raise UnsupportedGenerationError("the model's scores of this prompt are no numbers")
 
     def join(self) -> None:
         """The prompt has been read: its text is written from the next round on."""
         self._parked.pop(len(self.texts), None)  # its row is written over, even where that fails half-way
         self.caches.join(self._reading)
-        text = self._reader.text
+        assert self._text is not None, "begin comes first"
+        text = self._text
         self.texts.append(text)
         self.planner.shorten_rest()  # this text may be of another kind
         if self.is_single:
             self._draft_alone(text)
 
     def _draft_alone(self, text: Row) -> None:
-        chooser = text.chooser
+        one, new_tokens = text.chooser, text.request.max_new_tokens
         found = drafting(
-            self.drafter,
-            rows=1,
-            sampled=chooser.draws,
-            processing=chooser.processing,
-            new_tokens=text.request.max_new_tokens,
-        )
+            self.drafter, rows=1, sampled=one.draws, processing=one.processing, new_tokens=new_tokens
+        )  # fmt: skip
         self.planner, self._rows.shape = found.planner, found.shape
         self._rows.checks = found.graphs is None  # graphs of `generate` do not
         self.rounds = Round(self.drafter, self.caches, self._rows, self.clock, found.graphs)
 
     def drop_reading(self) -> None:
-        """Forget the prompt that is being read."""
-        self._reader.wipe()
+        """Forget the prompt that is being read, which may be no numbers, and leave nothing of it."""
+        self._reading.wipe_row(0)
+        self._forget_prompt()
+
+    def _forget_prompt(self) -> None:
+        self._reading.target.reset()
+        if self._reading.drafter is not None:
+            self._reading.drafter.rollback([0])
+            self._reading.drafter._root = None
+        self._prompt, self._position, self._text = None, 0, None
 
     def _longest_shared(self, request: Request) -> tuple[int, int]:
         """The row to resume from: its place, and how many of its tokens (0 for none).
@@ -248,73 +275,12 @@ def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i in range(width) if one[i] != other[i]), width)
 
 
-# --- prompts ----------------------------------------------------------------------------------------------------------
-
-
-class PromptReader:
-    """Reads one prompt after the other, in `caches` of one row, all but the last token: a round begins with that.
-
-    Args:
-        pools: of the batch, whose rows prompts may be resumed from.
-        piece: most prompt tokens of one forward.
-    """
-
-    def __init__(self, drafter: Assistant, caches: PairCaches, pools: PooledCaches, *, piece: int):
-        self.device, self.caches, self.pools, self.piece = drafter.binding.input_device, caches, pools, piece
-        self._chunks = ChunkedPrefill(drafter.binding, caches.target, caches.drafter)
-        self._reading: PrefillState | None = None
-        self._position = 0  # within what is read
-        self._text: Row | None = None
-
-    @property
-    def text(self) -> Row:
-        assert self._text is not None, "begin comes first"
-        return self._text
-
-    def begin(self, text: Row, place: int, length: int) -> int:
-        """Start behind the first `length` tokens of the row at `place`. Returns how many are left to read."""
-        self.reset()
-        self._text = text
-        if length:
-            self.pools.resume(self.caches, place, length)
-        rest = list(text.request.prompt[length:])
-        on_logits = None if text.request.prompt_logprobs is None else self._note
-        self._reading = PrefillState([rest], unread=1, device=self.device, on_logits=on_logits)
-        if len(rest) == 1 and self.caches.drafter is not None:
-            _start_midway(self.caches.drafter)
-        return len(rest) - 1
-
-    def read(self, num_tokens: int) -> None:
-        assert self._reading is not None
-        end = self._position + num_tokens
-        piece = self.piece if self._reading.on_logits is None else min(self.piece, TOLD_AT_ONCE)
-        while self._position < end:
-            stop = min(end, self._position + piece)
-            self._chunks.read_columns(self._reading, self._position, stop)
-            self._position = stop
-        last = self._reading.last_logits[0]
-        if last is not None and bool(last.isnan().any()):
-            raise UnsupportedGenerationError("the model's scores of this prompt are no numbers")
-
-    def _note(self, start: int, logits: Tensor) -> None:
-        """Keep log-probabilities of the tokens that follow those of these logits `(1, C, V)`."""
-        request = self.text.request
-        assert request.prompt_logprobs is not None
-        tokens = request.prompt[start + 1 : start + 1 + logits.shape[1]]
-        self.text.prompt_logprobs += logprobs_of(logits[0], tokens, request.prompt_logprobs)
-
-    def wipe(self) -> None:
-        """Forget what was read, which may be no numbers, and leave nothing of it."""
-        self.caches.wipe_row(0)
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was read."""
-        self.caches.target.reset()
-        if self.caches.drafter is not None:
-            self.caches.drafter.rollback([0])
-            self.caches.drafter._root = None
-        self._reading, self._position, self._text = None, 0, None
+def _note_logprobs(text: Row, start: int, logits: Tensor) -> None:
+    """Keep log-probabilities of the prompt's tokens that follow those of these logits `(1, C, V)`."""
+    request = text.request
+    assert request.prompt_logprobs is not None, "they were asked for"
+    tokens = request.prompt[start + 1 : start + 1 + logits.shape[1]]
+    text.prompt_logprobs += logprobs_of(logits[0], tokens, request.prompt_logprobs)
 
 
 def _start_midway(session: DraftSession) -> None:
