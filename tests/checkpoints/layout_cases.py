@@ -195,11 +195,11 @@ def reference_logits(
     following = [*ids[0, 1:].tolist(), int(out.logits[0, -1].argmax())]
     fields = case.layer_fields
     theta = plain_frequencies(fields.get("rope_theta") or DEFAULT_THETA, case.head_dim)
-    told = {"frequencies": theta, "eps": fields["rms_norm_eps"], **case.means}
+    kwargs = {"frequencies": theta, "eps": fields["rms_norm_eps"], **case.means}
     rows = tensors.get("embed_tokens.weight", target.get_input_embeddings().weight)
     w = {"lm_head.weight": target.get_output_embeddings().weight, **tensors}
     w = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in w.items()}
-    reference = Reference(w, HEADS, KV_HEADS, latent=LATENT if case.latent else None, **told)
+    reference = Reference(w, HEADS, KV_HEADS, latent=LATENT if case.latent else None, **kwargs)
     return reference.chain(aux, lambda tokens: (embed or rows.__getitem__)(tokens).double(), following, STEPS)
 
 

@@ -159,12 +159,12 @@ def test_a_folder_that_has_a_head_or_is_of_another_model_is_left_alone(base, fin
     with pytest.raises(CheckpointFormatError, match="holds an MTP head already"):
         graft_head(base, other)
     path = fine_tune / files.CONFIG_FILE
-    told = json.loads(path.read_text())
+    fields = json.loads(path.read_text())
     before = content(fine_tune)
-    path.write_text(json.dumps(told | {"num_hidden_layers": 5}))
+    path.write_text(json.dumps(fields | {"num_hidden_layers": 5}))
     with pytest.raises(CheckpointFormatError, match="num_hidden_layers 5"):
         graft_head(base, fine_tune)
-    path.write_text(json.dumps({name: value for name, value in told.items() if name != "mtp_num_hidden_layers"}))
+    path.write_text(json.dumps({name: value for name, value in fields.items() if name != "mtp_num_hidden_layers"}))
     with pytest.raises(CheckpointFormatError, match="lacks mtp_num_hidden_layers"):
         graft_head(base, fine_tune)
     assert {name: raw for name, raw in content(fine_tune).items() if name != path.name} == {

@@ -178,7 +178,7 @@ SPECULATORS = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": 
 PROPOSALS = {"algorithm": "eagle3", "default_proposal_method": "greedy",
              "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}]}  # fmt: skip
 VERIFIER = {"name_or_path": "meta-llama/Llama-3.1-8B-Instruct", "architectures": ["LlamaForCausalLM"]}
-TOLD = {"speculators_config": {**PROPOSALS, "verifier": VERIFIER}}
+VERIFIED = {"speculators_config": {**PROPOSALS, "verifier": VERIFIER}}
 
 
 def speculators(
@@ -186,8 +186,8 @@ def speculators(
 ) -> Case:
     """Its residual is normed unless a file says no."""
     how = {name: more.pop(name) for name in ("norms", "aux_norm") if name in more}
-    told = {"eagle_aux_hidden_state_layer_ids": list(taps)} if taps else {}
-    config = SPECULATORS | TOLD | told | more | {"transformer_layer_config": layer or {}}
+    layer_ids = {"eagle_aux_hidden_state_layer_ids": list(taps)} if taps else {}
+    config = SPECULATORS | VERIFIED | layer_ids | more | {"transformer_layer_config": layer or {}}
     residual = {"norm_before_residual": more.get("norm_before_residual", True)}
     return Case(
         config, residual | (means or {}), depth=depth, taps=taps, prefix="layers.0.",

@@ -83,11 +83,11 @@ def test_the_text_is_the_targets_and_no_added_token_is_drafted(shape: str, more:
     target, drafter = pair(more, SHAPES[shape], stated)
     inputs = prompts(more)
     favoured = {(VOCABULARY + more - 1,): 2.0}  # some of the answer is added tokens
-    told = {"max_new_tokens": 20, "do_sample": False, "sequence_bias": favoured}
+    kwargs = {"max_new_tokens": 20, "do_sample": False, "sequence_bias": favoured}
     drafted: set[int] = set()
     with configured(drafter, **WAYS[way]), wrapped_rounds(lambda inner: Watching(inner, drafted)):
-        plain = assert_same_text(target, drafter, inputs, **told)
-        target.generate(**inputs, **told | {"do_sample": True}, assistant_model=drafter)
+        plain = assert_same_text(target, drafter, inputs, **kwargs)
+        target.generate(**inputs, **kwargs | {"do_sample": True}, assistant_model=drafter)
     assert (plain[:, inputs["input_ids"].shape[1] :] >= VOCABULARY).any(), "the test tests nothing"
     assert drafted
     assert max(drafted) < VOCABULARY
@@ -97,11 +97,11 @@ def test_the_text_is_the_targets_and_no_added_token_is_drafted(shape: str, more:
 def test_graphs_write_it_too(shape: str, monkeypatch) -> None:
     target, drafter = pair(3, SHAPES[shape])
     inputs = {name: value[:1] for name, value in prompts(3).items()}
-    told = {"max_new_tokens": 20, "do_sample": False, "sequence_bias": {(VOCABULARY + 2,): 2.0}}
+    kwargs = {"max_new_tokens": 20, "do_sample": False, "sequence_bias": {(VOCABULARY + 2,): 2.0}}
     use_fixed_shapes_only(monkeypatch)
     for way in ({}, {"draft_top_k": 3, "draft_tree_size": 10}):
         with configured(drafter, acceleration="compile", **way):
-            assert_same_text(target, drafter, inputs, **told)
+            assert_same_text(target, drafter, inputs, **kwargs)
 
 
 class OnlyAdded:

@@ -82,8 +82,8 @@ def test_a_fresh_drafter_reads_three_different_states(layers, tmp_path):
         assert drafter.config.aux_layers is None
     drafter.save_pretrained(tmp_path)
     assert Eagle31Drafter.from_pretrained(tmp_path, target=target).binding.aux_layers == taps
-    told = Eagle31Drafter.from_target(target, config=default_config(target))
-    assert told.binding.aux_layers == taps
+    again = Eagle31Drafter.from_target(target, config=default_config(target))
+    assert again.binding.aux_layers == taps
     assert Eagle31Drafter.from_target(target, aux_layers=[1, 1, 2]).binding.aux_layers == (1, 1, 2)
 
 
@@ -128,9 +128,9 @@ def test_an_epsilon_that_is_null_is_not_taken():
 def test_training_is_set_up_for_a_target_of_unlike_layers():
     from eagle31_hf.training.preparation import resolve
 
-    told = TrainingSettings(target="x", prompts=("x.jsonl",), out=Path("x"))
+    settings = TrainingSettings(target="x", prompts=("x.jsonl",), out=Path("x"))
     for family in ("gemma4_text", "gpt2", "bloom"):
-        assert resolve(told, random_target(TEXT_FAMILIES[family]())).max_length in (128, 512)
+        assert resolve(settings, random_target(TEXT_FAMILIES[family]())).max_length in (128, 512)
 
 
 def test_a_config_without_sizes_is_refused_and_overrides_are_the_callers(monkeypatch):

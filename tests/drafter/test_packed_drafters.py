@@ -86,11 +86,11 @@ def test_packed_drafters_write_the_plain_text(drafters: Path, name: str, packing
     target = target_of("llama")
     drafter = packed(name, drafters, packing, target)
     (prompt,) = random_prompts(1, seed=11)
-    inputs, told = left_padded([prompt]), {"max_new_tokens": 12, "do_sample": False}
-    plain = target.generate(**inputs, **told)
+    inputs, kwargs = left_padded([prompt]), {"max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(**inputs, **kwargs)
     for loop in LOOPS.values():
         with configured(drafter, num_assistant_tokens=3, **loop), oracle_drafts(plain, len(prompt)):
-            assert_same_text(target, drafter, inputs, **told)
+            assert_same_text(target, drafter, inputs, **kwargs)
 
 
 def test_gathered_rows_are_packed_too(drafters: Path) -> None:

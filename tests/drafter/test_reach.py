@@ -82,14 +82,14 @@ def test_rows_of_unlike_length_are_read_in_pieces() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_text_is_the_targets(shape: str, rows: int) -> None:
     inputs = left_padded(prompts_for("llama", rows, seed=5))
-    told = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    kwargs = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     target, length = target_of("llama"), inputs["input_ids"].shape[1]
-    plain = target.generate(**inputs, **told)
+    plain = target.generate(**inputs, **kwargs)
     fields = SHAPES[shape] | {"num_assistant_tokens": 4, "draft_window": WINDOW}
     with configured(drafter_of("llama"), **fields) as eagle, oracle_drafts(plain, length):
-        assert_same_text(target, eagle, inputs, **told)
+        assert_same_text(target, eagle, inputs, **kwargs)
         with switching_policies():
-            assert_same_text(target, eagle, inputs, **told)
+            assert_same_text(target, eagle, inputs, **kwargs)
     assert eagle.stats.accepted > 0
 
 
@@ -106,13 +106,13 @@ def test_every_loop_keeps_to_the_window(fields: dict[str, Any], monkeypatch: pyt
 def test_a_turn_goes_on_though_the_window_has_slid() -> None:
     target, eagle = target_of("llama"), drafter_of("llama")
     inputs = left_padded(prompts_for("llama", 1, seed=5))
-    told = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    kwargs = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     with configured(eagle, draft_window=WINDOW):
-        first = target.generate(**inputs, **told, assistant_model=eagle)
+        first = target.generate(**inputs, **kwargs, assistant_model=eagle)
         ids = torch.cat((first.sequences, torch.tensor([[5, 6, 7]])), 1)
         again = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        second = target.generate(**again, **told, past_key_values=first.past_key_values, assistant_model=eagle)
-    plain = target.generate(**again, **told)
+        second = target.generate(**again, **kwargs, past_key_values=first.past_key_values, assistant_model=eagle)
+    plain = target.generate(**again, **kwargs)
     assert torch.equal(second.sequences, plain.sequences)
     assert eagle.stats.prefilled_tokens < ids.shape[1]
 
@@ -142,14 +142,14 @@ def test_nobody_is_warned_before_the_trained_length_is_passed_and_once_then(
 ) -> None:
     monkeypatch.setattr(drafter_session, "_said", set())
     inputs = left_padded(prompts_for("llama", 1, seed=5))
-    eagle, told = drafter_of("llama"), {"do_sample": False, "pad_token_id": 0}
+    eagle, kwargs = drafter_of("llama"), {"do_sample": False, "pad_token_id": 0}
     monkeypatch.setattr(eagle.config, "max_position_embeddings", inputs["input_ids"].shape[1] + 20)
     for new_tokens, warned in ((16, 0), (40, 1), (40, 1)):
         with caplog.at_level(logging.WARNING):
-            out = target_of("llama").generate(**inputs, **told, max_new_tokens=new_tokens, assistant_model=eagle)
+            out = target_of("llama").generate(**inputs, **kwargs, max_new_tokens=new_tokens, assistant_model=eagle)
         assert sum("made for" in message for message in caplog.messages) == warned
     assert "draft_window" in caplog.text
-    assert torch.equal(out, target_of("llama").generate(**inputs, **told, max_new_tokens=40))
+    assert torch.equal(out, target_of("llama").generate(**inputs, **kwargs, max_new_tokens=40))
 
 
 @pytest.mark.parametrize("window", [0, -1, 2.5, "wide", True])

@@ -81,17 +81,17 @@ def _read_target(layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_field(row: Field, config: Mapping[str, Any]) -> Any:
     """What is stated in the first of its places; the others may repeat it."""
-    found = {path: value for path in row.paths if (value := get_path(config, path)) is not None}
-    value = next(iter(found.values()), row.default)
+    stated = {path: value for path in row.paths if (value := get_path(config, path)) is not None}
+    value = next(iter(stated.values()), row.default)
     repeated = f"eagle_config.{row.name}"
     if row.name not in _SIZES_OF_ANOTHER and (again := get_path(config, repeated)) is not None:
-        found[repeated] = again
-    differing = [other for other in found.values() if other is not value and other != value]
+        stated[repeated] = again
+    differing = [other for other in stated.values() if other is not value and other != value]
     if differing and row.name != "hidden_act":  # Gemma's two name two functions
-        stated = ", ".join(f"{path} {shown(value)}" for path, value in found.items())
+        listed = ", ".join(f"{path} {shown(value)}" for path, value in stated.items())
         raise CheckpointFormatError(
-            f"config.json contradicts itself: {stated}"
-            + ("" if set(found) & set(row.paths) else f", where {row.stored} is read and missing")
+            f"config.json contradicts itself: {listed}"
+            + ("" if set(stated) & set(row.paths) else f", where {row.stored} is read and missing")
             + "; keep the one the drafter was trained with"
         )
     return value

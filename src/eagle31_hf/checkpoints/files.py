@@ -137,16 +137,16 @@ def open_tensors(folder: Path) -> StoredTensors:
         CheckpointFormatError: no weights, a missing shard, or a file whose header does not fit its content.
         UnsafeCheckpointError: a pickle that wants to do more than hold tensors; nothing of it was run.
     """
-    found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    shards = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if (folder / WEIGHTS_FILE).is_file():
         return open_shards([folder / WEIGHTS_FILE])
     if (folder / INDEX_FILE).is_file():
         return _open_index(folder)
-    if len(found) == 1:
-        return open_shards(found)
-    if found:
+    if len(shards) == 1:
+        return open_shards(shards)
+    if shards:
         raise CheckpointFormatError(
-            f"{folder} has {len(found)} safetensors files but no {INDEX_FILE} to join them; fetch the index too"
+            f"{folder} has {len(shards)} safetensors files but no {INDEX_FILE} to join them; fetch the index too"
         )
     if (folder / PICKLE_FILE).is_file():
         return _open_pickle(folder / PICKLE_FILE)

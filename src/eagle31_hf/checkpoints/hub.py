@@ -45,16 +45,16 @@ def resolve_checkpoint(
     repo_id, inner = _repository(str(path_or_id))
     options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     try:
-        found = _download(repo_id, inner, [CONFIG_FILE, INDEX_FILE], options)
-        found = _download(repo_id, inner, [CONFIG_FILE, INDEX_FILE, *head_files(found)], options)
-        if not any(found.glob("*.safetensors")):
-            found = _download(repo_id, inner, [CONFIG_FILE, PICKLE_FILE], options)
+        folder = _download(repo_id, inner, [CONFIG_FILE, INDEX_FILE], options)
+        folder = _download(repo_id, inner, [CONFIG_FILE, INDEX_FILE, *head_files(folder)], options)
+        if not any(folder.glob("*.safetensors")):
+            folder = _download(repo_id, inner, [CONFIG_FILE, PICKLE_FILE], options)
     except (OSError, hub.HFValidationError, hub.EntryNotFoundError) as error:
         raise CheckpointNotFoundError(_why_not_found(str(path_or_id), revision, error)) from error
-    if not (found / CONFIG_FILE).exists():
+    if not (folder / CONFIG_FILE).exists():
         wanted = "check the folder's name" if inner else f"if it keeps drafters in folders, pass '{repo_id}/FOLDER'"
         raise CheckpointNotFoundError(f"{shown(str(path_or_id))} has no {CONFIG_FILE} on the Hub; {wanted}")
-    return found
+    return folder
 
 
 def _local_folder(path_or_id: str | os.PathLike[str]) -> Path | None:
@@ -119,8 +119,8 @@ def _download(repo_id: str, inner: str, patterns: list[str], options: dict[str, 
     """These files of the repository, or of one folder of it: other folders hold other checkpoints."""
     wanted = [f"{inner}/{pattern}" for pattern in patterns] if inner else patterns
     others = [f"{inner}/*/*"] if inner else ["*/*"]
-    found = huggingface_hub.snapshot_download(repo_id, allow_patterns=wanted, ignore_patterns=others, **options)
-    return Path(found) / inner
+    folder = huggingface_hub.snapshot_download(repo_id, allow_patterns=wanted, ignore_patterns=others, **options)
+    return Path(folder) / inner
 
 
 def _why_not_found(name: str, revision: str | None, error: Exception) -> str:

@@ -263,8 +263,8 @@ def find_head(folder: Path) -> StoredHead | None:
         return None
     pattern = family.pattern(raw_config)
     stored = open_shards(_files_with(folder, pattern))
-    found = {name: match[1] for name in stored.infos if (match := pattern.fullmatch(name))}
-    names = {ours: name for name, inner in found.items() if (ours := family.canonical(inner)) is not None}
+    inner_names = {name: match[1] for name in stored.infos if (match := pattern.fullmatch(name))}
+    names = {ours: name for name, inner in inner_names.items() if (ours := family.canonical(inner)) is not None}
     return StoredHead(folder, raw_config, family, stored, names) if names.keys() - {"norm.weight"} else None
 
 

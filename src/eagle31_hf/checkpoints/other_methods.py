@@ -22,8 +22,8 @@ def _any_name(names: Collection[str], pattern: str) -> bool:
 
 def _fc_shape(tensors: Tensors) -> tuple[int, ...]:
     """Of the matrix that fuses hidden states; `(0, 0)` where there is none."""
-    found = (info.shape for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight")
-    return next((shape for shape in found if len(shape) == 2), (0, 0))
+    shapes = (info.shape for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight")
+    return next((shape for shape in shapes if len(shape) == 2), (0, 0))
 
 
 def _widths_read(tensors: Tensors) -> set[int]:

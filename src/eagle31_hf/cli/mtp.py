@@ -74,20 +74,20 @@ def mtp(
             soft_wrap=True,
         )
         return
-    assert out is not None, "asked above"
+    assert out is not None, "checked above"
     if holds_checkpoint(out) and not force:
         raise ConfigurationError(f"{out} holds a checkpoint already; name another folder, or pass --force")
     head = read_checkpoint(base)
     if prompts:
-        assert draft_vocab is not None, "asked above"
+        assert draft_vocab is not None, "checked above"
         counts = _counted(base, prompts, head.config.vocab_size)
         ids = build_vocabulary(counts, draft_vocab)
         head = with_rows(head, ids)
         console.print(f"{draft_vocab:,} draft tokens, {coverage(counts, ids):.1%} of those in {', '.join(prompts)}")
     elif draft_vocab is not None:
         head = with_draft_rows(head, draft_vocab)
-    asked = {"normed_state": state, "norm_output": feedback}
-    fields = {name: value == "normed" for name, value in asked.items() if value is not None}
+    states = {"normed_state": state, "norm_output": feedback}
+    fields = {name: value == "normed" for name, value in states.items() if value is not None}
     if fields:
         head = replace(head, config=type(head.config).from_dict(head.config.to_dict() | fields))
     tensors = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in head.tensors.items()}

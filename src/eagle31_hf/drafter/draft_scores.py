@@ -57,7 +57,7 @@ class InGrammar:
         prefix: token ids `(1, t)` of the row with its drafts `(n,)` behind them.
         row: which of the whole batch it is.
         eos_ids: tokens that end a text: a grammar is not asked what comes behind.
-        report: told in words why drafts of a text are made outside the grammar.
+        report: takes the reason why drafts of a text are made outside the grammar.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class InGrammar:
         self._is_silent = False
 
     def __call__(self, scores: Tensor, drafted: Tensor) -> Tensor:
-        """Processed draft scores `(1, V)` after drafts `(n,)`, or the scores as they are where nobody is asked."""
+        """Processed draft scores `(1, V)` after drafts `(n,)`, or the scores as they are where no copy is asked."""
         has_ended = len(drafted) > 0 and int(drafted[-1]) in self._eos_ids
-        asked = None if has_ended or self._is_silent else self._ask(scores, drafted)
-        self._is_silent = asked is None or not bool(asked.isfinite().any())
-        return scores if asked is None or self._is_silent else asked
+        processed = None if has_ended or self._is_silent else self._ask(scores, drafted)
+        self._is_silent = processed is None or not bool(processed.isfinite().any())
+        return scores if processed is None or self._is_silent else processed
 
     def _ask(self, scores: Tensor, drafted: Tensor) -> Tensor | None:
         try:
@@ -88,7 +88,7 @@ class InGrammar:
             return self._forked.row_scores(lambda _b: self._prefix(drafted), scores, [self._row])
         except Exception as error:
             if isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not is_callers(error):
-                raise  # whoever drives the rounds gives something up, and tries again
+                raise  # the decoder gives something up and tries again
             self._processing.forks_no_more = True
             names, said = ", ".join(self._processing.in_order), first_line(error)
             self._report(

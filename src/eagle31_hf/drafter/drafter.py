@@ -331,7 +331,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
 
     @property
     def head_weights(self) -> list[Tensor]:
-        """Of the head behind `draft_logits`, whosever it is."""
+        """Of the head behind `draft_logits`, its own or the target's."""
         head: Tensor | nn.Module = self.lm_head or [*self._head_rows, self.binding.lm_head][0]
         return [head] if isinstance(head, Tensor) else list(head.parameters())
 
@@ -381,9 +381,9 @@ def _chosen_dtype(dtype: torch.dtype | str | None, stored: torch.dtype) -> torch
     """The dtype asked for; `"auto"` is the `stored` one, `None` stays open."""
     if dtype is None or dtype == "auto":
         return stored if dtype else None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    chosen = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
         raise ConfigurationError(
             f"got dtype={dtype!r}; wanted 'auto', 'bfloat16', 'float16', 'float32' or such a dtype"
         )
-    return found
+    return chosen

@@ -190,10 +190,10 @@ class StartsCache(AttendingCache):
         return torch.einsum("snqt,ntd->snqd", weights[..., :length], read) + weights[..., length:] @ value
 
     def see_text(self, layer_idx: int, query: Tensor) -> None:
-        """For who wants to look: the queries `(1, n, T, d)` of the pass over the text."""
+        """Called with the queries `(1, n, T, d)` of the pass over the text."""
 
     def see_drafts(self, layer_idx: int, weights: Tensor) -> None:
-        """For who wants to look: the attention `(S, n, 1, T + k)` of a pass over drafts."""
+        """Called with the attention `(S, n, 1, T + k)` of a pass over drafts."""
 
     def weights(self, layer_idx: int, query: Tensor) -> Tensor:
         """Attention `(S, n, 1, T + k)` of one query per start over the text up to it and its own tokens."""

@@ -153,7 +153,7 @@ class DraftSession:
 
         Args:
             state: after each row's last position.
-            rotary: tables `(B, T, d)` from the lengths before on, if somebody has made them.
+            rotary: tables `(B, T, d)` from the lengths before on, if they were made.
             counts: as in `absorb`.
         """
         self.cache.commit(counts)
