@@ -348,51 +348,6 @@ def test_graphs_of_the_way_that_was_met_first_make_room(
 # --- a target that changes --------------------------------------------------------------------------------------------
 
 
-def test_what_becomes_of_adapters_and_modules_is_recorded_anew(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though all texts write their keys and values in the same memory."""
-    monkeypatch.setitem(captured.CAPTURES, "cpu", record_operations)
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, lora_alpha=64, init_lora_weights=False, target_modules=["q_proj"]
-    )
-    base = random_target(CONFIGS["llama"]())
-    torch.manual_seed(0)  # adapters are random
-    model = peft.get_peft_model(base, lora, adapter_name="A")
-    model.add_adapter("B", lora)
-    model.set_adapter("A")
-    model.eval()
-    pair = settle(random_drafter(base, aux_layers=[1, 2, 4]))
-    pair.generation_config.num_assistant_tokens = 1  # to record an operation takes a second
-    texts = set()
-
-    def is_plain() -> None:
-        text = write(pair, target=model, max_new_tokens=14)
-        assert torch.equal(text, write(None, target=model, max_new_tokens=14))
-        assert "advance" in kinds(pair)
-        texts.add(str(text))
-
-    is_plain()
-    with model.disable_adapter():
-        is_plain()
-    model.set_adapter("B")
-    model.eval()
-    is_plain()
-    base.model.layers[0].self_attn.q_proj.set_scale("B", 9.0)
-    is_plain()
-    base.model.layers[2].self_attn.scaling *= 9
-    is_plain()
-    mlp = base.model.layers[2].mlp
-    forward = mlp.forward
-    mlp.forward = lambda states: -forward(states)
-    is_plain()
-    assert len(texts) == 6, "or a stale graph would not be noticed"
-    base.model.layers[0].register_forward_hook(lambda *_: None)
-    assert_plain(pair, target=model, max_new_tokens=14)
-    assert pair.stats.loop == "own"
-
-
 def test_an_adapter_that_is_switched_on_and_off_has_two_sets_of_graphs(recorder: Recorder) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(

@@ -167,8 +167,10 @@ def test_longer_texts_than_were_compiled_for(warmed: Eagle31Drafter) -> None:
 # --- what is found ----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_compiled_twice(warmed: Eagle31Drafter) -> None:
+def test_nothing_is_compiled_twice_and_every_length_of_rows_once(warmed: Eagle31Drafter) -> None:
     assert warm_up(warmed, tokens=100, **GREEDY) == []
+    assert prompt_lengths(100) == [8]
+    assert prompt_lengths(600) == [8, 129, 257, 513]
 
 
 def test_graphs_are_found_whatever_was_written_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,70 +307,43 @@ def test_the_command_measures_graphs_where_its_answer_was_written_by_them(warmed
     assert was_written_by_kept_graphs(warmed)
 
 
-def test_every_length_of_rows_is_compiled_for() -> None:
-    assert prompt_lengths(100) == [8]
-    assert prompt_lengths(600) == [8, 129, 257, 513]
+def layer(number: int) -> Any:
+    return kept_target().model.layers[number]
 
 
-def change_a_weight(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter.fc.weight.data[0, 0] += 0.5
+def replace(patch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable[..., Any]) -> None:
+    """As kernel packages do."""
+    own = getattr(owner, name)
+    patch.setattr(owner, name, lambda first, *told, **more: change(own, first, *told, **more))
 
 
-def come_from_another_machine(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_folder, "_processor", lambda: ("another CPU",))
+def hang_a_hook_on_all_modules(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(modules._global_forward_hooks, "ours", lambda of, _, out: 1.5 * out if of is layer(0) else None)
 
 
-def change_a_scalar_of_the_target(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = kept_target().model.layers[1].self_attn
-    monkeypatch.setattr(attention, "scaling", attention.scaling * 3)
+DIFFERS: dict[str, Callable[[Eagle31Drafter, pytest.MonkeyPatch], object]] = {
+    "a weight": lambda drafter, _: drafter.fc.weight.data[0, 0].add_(0.5),
+    "the machine": lambda _, patch: patch.setattr(kept_folder, "_processor", lambda: ("another CPU",)),
+    "a scalar": lambda _, patch: patch.setattr(layer(1).self_attn, "scaling", layer(1).self_attn.scaling * 3),
+    "a forward": lambda _, patch: replace(patch, layer(1).mlp, "forward", lambda own, states: -own(states)),
+    "adapters at work": lambda _, patch: patch.setattr(
+        layer(0).self_attn.q_proj, "_disable_adapters", True, raising=False
+    ),
+    "a function of the modeling file": lambda _, patch: replace(
+        patch, modeling_llama, "apply_rotary_pos_emb", lambda own, q, *told, **more: own(1.4 * q, *told, **more)
+    ),
+    "a function of torch": lambda _, patch: replace(
+        patch, functional, "silu", lambda own, states, **_: 1.4 * own(states)
+    ),
+    "a hook on all modules": lambda _, patch: hang_a_hook_on_all_modules(patch),
+}
 
 
-def replace_a_forward(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlp = kept_target().model.layers[1].mlp
-    forward = mlp.forward
-    monkeypatch.setattr(mlp, "forward", lambda states: -forward(states))
-
-
-def disable_adapters(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEFT says so by a scalar of each of its layers."""
-    monkeypatch.setattr(kept_target().model.layers[0].self_attn.q_proj, "_disable_adapters", True, raising=False)
-
-
-def replace_a_function(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As kernel packages do, in the file of the model's code."""
-    own = modeling_llama.apply_rotary_pos_emb
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, *told, **more: own(1.4 * q, *told, **more))
-
-
-def replace_a_function_of_torch(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = functional.silu
-    monkeypatch.setattr(functional, "silu", lambda states, inplace=False: 1.4 * own(states))
-
-
-def hang_a_hook_on_all_modules(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = kept_target().model.layers[0]
-    monkeypatch.setitem(
-        modules._global_forward_hooks, "ours", lambda module, _, out: 1.5 * out if module is layer else None
-    )
-
-
-@pytest.mark.parametrize(
-    "differs",
-    [
-        change_a_weight,
-        come_from_another_machine,
-        change_a_scalar_of_the_target,
-        replace_a_forward,
-        disable_adapters,
-        replace_a_function,
-        replace_a_function_of_torch,
-        hang_a_hook_on_all_modules,
-    ],
-)
+@pytest.mark.parametrize("differs", DIFFERS)
 def test_graphs_of_others_are_not_touched(
-    warmed: Eagle31Drafter, differs: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    differs: str, warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    differs(warmed, monkeypatch)
+    DIFFERS[differs](warmed, monkeypatch)
     load, loaded = packages.GraphPackages.load, []
 
     def note(self: packages.GraphPackages, key: Any, step: Any) -> Any:
@@ -429,16 +404,6 @@ def test_what_others_may_write_is_not_loaded(
 
 def folder_of(pair: Eagle31Drafter) -> Path:
     return kept_folder.pair_folder(pair, ModelState(pair.binding.model))
-
-
-def test_a_hook_tells_targets_apart(pair: Eagle31Drafter) -> None:
-    before = folder_of(pair)
-    hook = kept_target().model.layers[0].register_forward_hook(lambda *_: None)
-    try:
-        assert folder_of(pair) != before
-    finally:
-        hook.remove()
-    assert folder_of(pair) == before
 
 
 def test_a_targets_folder_is_no_difference(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
