@@ -32,25 +32,9 @@ def test_own_files_are_ours(file: Path, tmp_path: Path) -> None:
     assert why_not_ours(file) == ""
 
 
-def open_the_file(file: Path) -> None:
-    file.chmod(0o666)
-
-
-def open_its_folder(file: Path) -> None:
-    file.parent.chmod(0o777)
-
-
-def open_a_folder_above(file: Path) -> None:
-    file.parent.parent.chmod(0o707)
-
-
 def open_to_a_group(file: Path) -> None:
     os.chown(file, -1, 54321)
     file.chmod(0o660)
-
-
-def give_the_folder_away(file: Path) -> None:
-    os.chown(file.parent, 54321, -1)
 
 
 def hide_it_behind_a_link(file: Path) -> None:
@@ -60,22 +44,23 @@ def hide_it_behind_a_link(file: Path) -> None:
     file.parent.symlink_to(elsewhere)
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (open_the_file, "others may write"),
-        (open_its_folder, "others may write"),
-        (open_a_folder_above, "others may write"),
-        (open_to_a_group, "others may write"),
-        (give_the_folder_away, "another user"),
-        (hide_it_behind_a_link, "others may write"),
-        (lambda file: file.unlink(), "cannot be looked at"),
-    ],
-)
-def test_what_others_may_write_is_not(file: Path, change: Callable[[Path], None], why: str) -> None:
-    if change in (open_to_a_group, give_the_folder_away) and os.getuid():
+OPENED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "the file": (lambda file: file.chmod(0o666), "others may write"),
+    "its folder": (lambda file: file.parent.chmod(0o777), "others may write"),
+    "a folder above": (lambda file: file.parent.parent.chmod(0o707), "others may write"),
+    "a group": (open_to_a_group, "others may write"),
+    "another owner": (lambda file: os.chown(file.parent, 54321, -1), "another user"),
+    "a link": (hide_it_behind_a_link, "others may write"),
+    "no file": (lambda file: file.unlink(), "cannot be looked at"),
+}
+
+
+@pytest.mark.parametrize("change", OPENED)
+def test_what_others_may_write_is_not(file: Path, change: str) -> None:
+    if change in ("a group", "another owner") and os.getuid():
         pytest.skip("root alone gives files away")
-    change(file)
+    make, why = OPENED[change]
+    make(file)
     assert why in why_not_ours(file)
 
 
