@@ -233,44 +233,11 @@ class Kernels(NamedTuple):
     many: str
     one: str
     recurrence: type[GatedDelta] | type[SelectiveScan]
-    decays_by_channel: bool = False
-
-    def gate_bytes(self, state: Sequence[int], element_bytes: int) -> int:
-        """What a record of one token has beside what the convolution made.
-
-        Args:
-            state: shape of a row's recurrent state, `(H, *, *)`.
-            element_bytes: of the model's activations.
-        """
-        heads = state[0]
-        if self.recurrence is SelectiveScan:
-            return heads * element_bytes
-        return heads * ((state[1] if self.decays_by_channel else 1) * 4 + element_bytes)  # decays, in fp32, and betas
-
-    @property
-    def step_copies(self) -> int:
-        """States in fp32 that the model's own code for one token takes beside the one that it moves on."""
-        return 4 if self.recurrence is SelectiveScan else 3
-
-    def copies(self, element_bytes: int) -> float:
-        """States that rebuilding one takes: one that is moved on, and what a kernel adds that rounds."""
-        return 1 + element_bytes / 4 if self.recurrence is SelectiveScan else 1
-
-    def token_bytes(self, state: Sequence[int]) -> int:
-        """What rebuilding a state takes for each token, beside states: vectors in fp32.
-
-        Args:
-            state: as of `gate_bytes`.
-        """
-        heads, width, other = state
-        # Keys before and after they are normed and repeated for every head, values, and what is added.
-        vectors = 3 * width if self.recurrence is SelectiveScan else 5 * width // 2 + 2 * other
-        return heads * vectors * 4
 
 
 RECORDED_KERNELS = (
     Kernels("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", GatedDelta),
-    Kernels("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", GatedDelta, decays_by_channel=True),
+    Kernels("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", GatedDelta),
     Kernels("mamba2_chunk_scan", "mamba2_selective_state_update", SelectiveScan),
 )
 
