@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from draft_traces import COSTS, KINDS, LONGEST, RECORDED, Trace, bernoulli, best_fixed_s, fixed_s, recorded, synthetic
+from draft_traces import COSTS, KINDS, LONGEST, RECORDED, bernoulli, best_fixed_s, fixed_s, recorded, synthetic
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_replay import DraftTrace, ReplayedText, replay
@@ -43,14 +43,16 @@ def test_close_to_the_best_length_in_hindsight(machine: str, kind: str) -> None:
     for seed in range(2):
         trace = synthetic(kind, 1500, seed)
         spent += write(trace, machine).seconds
-        best += best_fixed_s(trace, COSTS[machine])
+        best += best_fixed_s([trace], COSTS[machine])
     assert spent <= 1.09 * best
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_close_to_the_best_length_on_recorded_drafts(machine: str) -> None:
-    spent = sum(write(recorded(kind), machine).seconds for kind in RECORDED)
-    assert spent <= 1.08 * sum(best_fixed_s(recorded(kind), COSTS[machine]) for kind in RECORDED)
+    """Texts differ within their kind, so that following them beats the best length of each kind."""
+    costs = RoundCosts(0.1, LONGEST, WIDTH_IN_HALF if machine == "bfloat16" else WIDTH)
+    spent = sum(write(trace, machine, costs=costs).seconds for kind in RECORDED for trace in recorded(kind))
+    assert spent <= sum(best_fixed_s(recorded(kind), COSTS[machine]) for kind in RECORDED)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -151,7 +153,7 @@ def test_asking_twice_changes_nothing(seed: int, schedule: str, doubt: float) ->
 
 
 def test_one_way_with_one_sequence() -> None:
-    trace: Trace = recorded("switching")
+    trace = synthetic("alternating", 400)
     assert write(trace, "card") == write(trace, "card")
 
 
