@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoints import PLAIN, layout, save, speculators_config
+from tiny_checkpoints import PLAIN, layout, save, speculators_config, with_field
 
 from eagle31_hf.checkpoints import FORMATS, read_checkpoint, write_checkpoint
 from eagle31_hf.checkpoints.config_json import CHANGES_THE_DRAFTER
@@ -68,16 +68,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "eagle_config.target_hidden_layer_ids",
     )},
 }  # fmt: skip
-
-
-def with_field(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    config = json.loads(json.dumps(config))
-    *sections, name = path.split(".")
-    place = config
-    for section in sections:
-        place = place.setdefault(section, {})
-    place[name] = value
-    return config
 
 
 def read(folder: Path, config: dict[str, Any], first: str = "midlayer", prefix: str = "") -> dict[str, Any]:

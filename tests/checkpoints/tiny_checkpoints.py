@@ -1,5 +1,6 @@
 """One tiny drafter in the layouts that are published, and in every shape that a layout may be asked to hold."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -167,6 +168,19 @@ def save_shards(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) ->
         save(folder, config, {name: tensors[name] for name in part}, file)
     weight_map = {name: file for file, part in shards.items() for name in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def with_field(config: dict, path: str, value: object) -> dict:
+    """The configuration with another value at a dotted path."""
+    config = copy.deepcopy(config)
+    *sections, name = path.split(".")
+    place = config
+    for section in sections:
+        if not isinstance(place.get(section), dict):
+            place[section] = {}
+        place = place[section]
+    place[name] = value
+    return config
 
 
 LONGEST_MESSAGE = 2500

@@ -108,7 +108,13 @@ _METHODS = (  # the first that fits
         tensors=r"^speculator\.(emb|head|proj|ln)\.\d+\.",
     ),
     _Method("a set of Hydra heads", keys=("hydra_num_heads",), tensors="hydra"),
-    _Method("a multi-token-prediction (MTP) head", kind="mtp", tensors=r"(^|\.)mtp\.|eh_proj|(^|\.)(enorm|hnorm)\."),
+    _Method(
+        "a multi-token-prediction (MTP) head",
+        "heads of some families are read from their target's folder (docs/choosing.md names them); for others take an "
+        "EAGLE-3 or EAGLE 3.1 drafter",
+        kind="mtp",
+        tensors=r"(^|\.)mtp\.|eh_proj|(^|\.)(enorm|hnorm)\.",
+    ),
     _Method(
         "an EAGLE-1/2 drafter (it reads only the last hidden state)",
         f"{_WANTED} for this target",
