@@ -16,7 +16,6 @@ from eagle31_hf.training.measure import (
     EvaluationPrompt,
     paired_error,
     rounds_of,
-    served_processing,
     write_texts,
 )
 from helpers import configured, demo_tokenizer, seeded, target_of
@@ -53,12 +52,12 @@ def test_greedy_rounds_are_those_of_generate(drafter: Eagle31Drafter, prompts: l
             assert rounds.rounds + rounds.accepted == drafter.stats.new_tokens - 1
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-@pytest.mark.thorough(every=3)
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.thorough(every=2)
 def test_rounds_are_those_of_generate(
     drafter: Eagle31Drafter, prompts: list, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
-    """One by one, also where texts are sampled: by the noise they were sampled by."""
+    """Sampled texts one by one, by the noise they were sampled by."""
     model: Any = drafter.binding.model
     plain, served = model.generate, []
 
@@ -90,14 +89,6 @@ def test_noise_of_a_batch_is_that_its_texts_were_sampled_by(drafter: Eagle31Draf
         with torch.no_grad():
             logits = model(ids[None]).logits[0, known.text.prompt_length - 1 : -1]
         assert torch.equal(choose(texts.warping(logits), noise), written)
-
-
-def test_the_processors_are_those_that_generate_applies() -> None:
-    model = target_of("demo-target")
-    warped = served_processing(model, 0.5)
-    names = [type(processor).__name__ for processor in warped.processors]
-    assert names[0] == "TemperatureLogitsWarper"
-    assert served_processing(model, 0.0).is_empty
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

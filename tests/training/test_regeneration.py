@@ -16,7 +16,8 @@ from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.preparation import resolve
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.writing import batches, regenerate, temperature_of, with_keys
+from eagle31_hf.training.writing import batches, regenerate, temperature_of, with_keys, write_batch
+from helpers import CONFIGS, random_target
 
 
 def conversations(count: int) -> list[Conversation]:
@@ -54,6 +55,17 @@ def test_writing_goes_on_after_a_kill(tmp_path: Path, target, tokenizer, monkeyp
     assert any(0 < underway < 1 for _, underway in calls), "the bar moves with tokens"
     with pytest.raises(TrainingError, match="max_new_tokens: 6, now 7"):
         regenerate(conversations(5), target, tokenizer, file, replace(how, max_new_tokens=7))
+
+
+def test_no_beams_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the target's generation config says: no drafter serves them."""
+    target, prompts = random_target(CONFIGS["qwen3"]()), [[3, 4, 5], [6, 7, 8, 9]]
+    plain: dict[int, list[int]] = {}
+    write_batch(target, prompts, plain.__setitem__, seed=0, max_new_tokens=12)
+    monkeypatch.setattr(target.generation_config, "num_beams", 3)
+    found: dict[int, list[int]] = {}
+    write_batch(target, prompts, found.__setitem__, seed=0, max_new_tokens=12)
+    assert found == plain
 
 
 def test_rows_are_known_by_what_they_ask(tmp_path: Path, target, tokenizer) -> None:

@@ -11,7 +11,7 @@ from .progress import waiting_for
 @expand_options
 @readable_errors
 def train(*, settings: TrainingSettings, json_path: JsonOption = None, traceback: TracebackOption = False) -> None:
-    """Make a drafter for a target: let it write, distil, improve acceptance, publish. Prints its plan first."""
+    """Make a drafter for a target: the target writes, the drafter learns and is measured. Prints its plan first."""
     # Here and not above: Trainer takes longer to import than every other command takes to start.
     with waiting_for("loading the trainer"):
         from ..training.train import is_first_process, train_drafter

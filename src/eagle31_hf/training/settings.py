@@ -75,7 +75,7 @@ class TrainingSettings:
     write_rows: int = _option(None, WRITING, "conversations it writes at a time; default 64 if small, else 16")
     max_length: int = _option(None, DATA, "tokens per packed row; default 512 for a small target, else 4096")
     draft_vocab_size: int = _option(
-        None, DRAFTER, "tokens that can be drafted; default: half of 8k, 32000 of a large one"
+        None, DRAFTER, "tokens that can be drafted; default 32000, or half of a vocabulary that is no larger"
     )
     ttt_steps: int = _option(4, DRAFTER, "draft steps of the training-time test")
     max_steps: int | None = _option(None, STEPS, "optimiser steps; default: from the number of epochs")

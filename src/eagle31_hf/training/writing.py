@@ -86,6 +86,7 @@ def write_batch(
             input_ids=pad_sequence(rows, batch_first=True, padding_side="left"),
             attention_mask=pad_sequence(list(map(torch.ones_like, rows)), batch_first=True, padding_side="left"),
             max_new_tokens=max_new_tokens,
+            num_beams=1,
             pad_token_id=0,  # behind answers that have ended, where nothing is read
             eos_token_id=sorted(ends) or None,
             stopping_criteria=StoppingCriteriaList([look]),
