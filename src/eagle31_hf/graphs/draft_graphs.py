@@ -6,7 +6,7 @@ Steps take a `FixedShapeCache` and the slots they write in it, and give NamedTup
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from ..sampling.draw import argmax, choose, likeliest
 from ..sampling.logits_processing import DraftWarping
 from .fixed_cache import FixedShapeCache, GraphInputs
 from .graphs import Graphs
-from .steps import GraphKey, Step
+from .steps import GraphKey
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines (B, T, d)
 
@@ -62,19 +62,21 @@ class Drafted(NamedTuple):
     nodes: DraftNodes
 
 
-def draft_step(drafter: Eagle31Drafter) -> Step:
-    """Of `T` positions of one depth."""
-
-    def draft(
-        tokens: Tensor, feedback: Tensor, slots: Tensor, rotary: Rotary, mask: Tensor | None, cache: FixedShapeCache
-    ) -> DraftState:
-        cache.at(slots)
-        if mask is None:
-            mask = cache.mask(feedback.dtype)
-        out = drafter.decode(drafter.embed(tokens), feedback, rotary, mask, cache)
-        return DraftState(drafter.draft_logits(out.normed), out.feedback)
-
-    return draft
+def draft_step(
+    drafter: Eagle31Drafter,
+    tokens: Tensor,
+    feedback: Tensor,
+    slots: Tensor,
+    rotary: Rotary,
+    mask: Tensor | None,
+    cache: FixedShapeCache,
+) -> DraftState:
+    """Of `T` positions of one depth; without a mask they are a chain's."""
+    cache.at(slots)
+    if mask is None:
+        mask = cache.mask(feedback.dtype)
+    out = drafter.decode(drafter.embed(tokens), feedback, rotary, mask, cache)
+    return DraftState(drafter.draft_logits(out.normed), out.feedback)
 
 
 def rotary_of(drafter: Eagle31Drafter, slots: Tensor, count: int, tables: Rotary | None) -> Rotary:
@@ -85,20 +87,22 @@ def rotary_of(drafter: Eagle31Drafter, slots: Tensor, count: int, tables: Rotary
     return drafter.rotary(slots[:, :1] + torch.arange(count, device=slots.device))
 
 
-def absorb_step(drafter: Eagle31Drafter) -> Step:
+def absorb_step(
+    drafter: Eagle31Drafter,
+    tokens: Tensor,
+    aux: Tensor,
+    slots: Tensor,
+    rotary: Rotary,
+    last: Tensor,
+    cache: FixedShapeCache,
+) -> DraftState:
     """What `DraftSession.read` computes, of positions padded to one number."""
-
-    def absorb(
-        tokens: Tensor, aux: Tensor, slots: Tensor, rotary: Rotary, last: Tensor, cache: FixedShapeCache
-    ) -> DraftState:
-        hidden = drafter.fuse_aux(aux)
-        mask = cache.at(slots).mask(hidden.dtype)
-        out = drafter.decode(drafter.embed(tokens), hidden, rotary, mask, cache)
-        rows = torch.arange(tokens.shape[0], device=tokens.device)
-        logits = drafter.draft_logits(out.normed[rows, last][:, None])  # (B, 1, Vd)
-        return DraftState(logits, out.feedback[rows, last][:, None])
-
-    return absorb
+    hidden = drafter.fuse_aux(aux)
+    mask = cache.at(slots).mask(hidden.dtype)
+    out = drafter.decode(drafter.embed(tokens), hidden, rotary, mask, cache)
+    rows = torch.arange(tokens.shape[0], device=tokens.device)
+    logits = drafter.draft_logits(out.normed[rows, last][:, None])  # (B, 1, Vd)
+    return DraftState(logits, out.feedback[rows, last][:, None])
 
 
 class ChosenBy(NamedTuple):
@@ -182,54 +186,48 @@ class DraftInputs(NamedTuple):
     by: ChosenBy
 
 
-def chain_step(drafter: Eagle31Drafter, depth: int, choosing: GraphChoice) -> Step:
-    """A chain of `depth` tokens; the last one is not stepped over, though it has a slot."""
-    ids, draft = drafter.draft_ids, draft_step(drafter)
-
-    def chain(told: DraftInputs, cache: FixedShapeCache) -> Drafted:
-        root, feedback, slots, roots, rotary, by = told
-        rotary = rotary_of(drafter, slots, depth, rotary)
-        choice, logits, tokens, first = choosing.of_drafts(by), root, [roots[:, None]], root  # tokens: (B, 1) each
-        for k in range(depth):
-            scores, support = choice.rank(logits[:, -1], (), ids, depth=k)
-            first = scores[:, None].softmax(-1, dtype=torch.float32) if k == 0 else first
-            tokens.append(to_target_ids(argmax(scores)[:, None], support))
-            if k + 1 < depth:
-                here = slice(k, k + 1)
-                cos, sin = (table[:, here] for table in rotary)
-                logits, feedback = draft(tokens[-1], feedback, slots[:, here], (cos, sin), None, cache)
-        return Drafted(first, DraftNodes(torch.cat(tokens, 1)))
-
-    return chain
-
-
-def tree_step(drafter: Eagle31Drafter, shape: DraftShape, choosing: GraphChoice) -> Step:
-    """A dynamic tree as `grow_tree` grows it; writes `top_k * (depth - 1)` slots."""
-    ids, top_k, draft = drafter.draft_ids, shape.top_k, draft_step(drafter)
-
-    def tree(told: DraftInputs, cache: FixedShapeCache) -> Drafted:
-        levels: list[Tensor] = []
-        turned = rotary_of(drafter, told.slots, shape.depth - 1, told.rotary)
-
-        def step(tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor) -> DraftState:
-            slots = told.slots[:, after : after + top_k]
-            cos, sin = (table[:, depth : depth + 1] for table in turned)
-            mask = cache.at(slots).mask(feedback.dtype, ancestors)
-            state: DraftState = draft(tokens, feedback, slots, (cos, sin), mask, cache)
-            levels.append(state.logits)
-            return state
-
-        choice = choosing.of_drafts(told.by)
-        grown = grow_tree(DraftState(told.root, told.feedback), step, ids, told.roots, shape, choice)
-        nodes = DraftNodes(grown.tokens, grown.parents, grown.depths, grown.ancestors, grown.scores)
-        return Drafted(levels[0], nodes)
-
-    return tree
-
-
-def whole_step(drafter: Eagle31Drafter, shape: DraftShape, choosing: GraphChoice) -> Step:
+def whole_step(
+    drafter: Eagle31Drafter, shape: DraftShape, choosing: GraphChoice, told: DraftInputs, cache: FixedShapeCache
+) -> Drafted:
     """A whole draft of this shape."""
-    return tree_step(drafter, shape, choosing) if shape.is_tree else chain_step(drafter, shape.depth, choosing)
+    step = _tree_step if shape.is_tree else _chain_step
+    return step(drafter, shape, choosing.of_drafts(told.by), told, cache)
+
+
+def _chain_step(
+    drafter: Eagle31Drafter, shape: DraftShape, choice: DraftChoice, told: DraftInputs, cache: FixedShapeCache
+) -> Drafted:
+    """The last token is not stepped over, though it has a slot."""
+    root, feedback, slots, roots, rotary, _ = told
+    cos, sin = rotary_of(drafter, slots, shape.depth, rotary)
+    logits, tokens, first = root, [roots[:, None]], root  # tokens: (B, 1) each
+    for k in range(shape.depth):
+        scores, support = choice.rank(logits[:, -1], (), drafter.draft_ids, depth=k)
+        first = scores[:, None].softmax(-1, dtype=torch.float32) if k == 0 else first
+        tokens.append(to_target_ids(argmax(scores)[:, None], support))
+        if k + 1 < shape.depth:
+            here = slice(k, k + 1)
+            turned = cos[:, here], sin[:, here]
+            logits, feedback = draft_step(drafter, tokens[-1], feedback, slots[:, here], turned, None, cache)
+    return Drafted(first, DraftNodes(torch.cat(tokens, 1)))
+
+
+def _tree_step(
+    drafter: Eagle31Drafter, shape: DraftShape, choice: DraftChoice, told: DraftInputs, cache: FixedShapeCache
+) -> Drafted:
+    """A dynamic tree as `grow_tree` grows it; writes `top_k * (depth - 1)` slots."""
+    levels: list[Tensor] = []
+    cos, sin = rotary_of(drafter, told.slots, shape.depth - 1, told.rotary)
+
+    def step(tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor) -> DraftState:
+        slots, here = told.slots[:, after : after + shape.top_k], slice(depth, depth + 1)
+        mask = cache.at(slots).mask(feedback.dtype, ancestors)
+        state = draft_step(drafter, tokens, feedback, slots, (cos[:, here], sin[:, here]), mask, cache)
+        levels.append(state.logits)
+        return state
+
+    grown = grow_tree(DraftState(told.root, told.feedback), step, drafter.draft_ids, told.roots, shape, choice)
+    return Drafted(levels[0], DraftNodes(grown.tokens, grown.parents, grown.depths, grown.ancestors, grown.scores))
 
 
 # --- a session by graphs ----------------------------------------------------------------------------------------------
@@ -258,10 +256,6 @@ class CompiledDrafting:
     def root(self) -> DraftState:
         return self.session.root
 
-    def if_rows_pay(self, make: Callable[[], Step]) -> Callable[[], Step] | None:
-        """`make`, unless a graph for so many rows would not pay."""
-        return make if self.inputs.rows_pay else None
-
     def absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> None:
         """As `DraftSession.absorb`, compiled unless that is unusually much."""
         self.session.absorb(tokens, aux, counts, read=self.read)
@@ -280,7 +274,7 @@ class CompiledDrafting:
             return eager()
         state: DraftState = self.graphs.run_or_eager(
             GraphKey("absorb", rows, NODE_BUCKET, (self.inputs.num_slots,)),
-            self.if_rows_pay(partial(absorb_step, self.drafter)),
+            partial(absorb_step, self.drafter),
             lambda: (
                 self.inputs.fill("tokens", tokens, (rows, NODE_BUCKET)),
                 self.inputs.fill("aux", aux, (rows, NODE_BUCKET, aux.shape[-1])),
@@ -290,6 +284,7 @@ class CompiledDrafting:
                 self.inputs.fixed,
             ),
             eager,
+            pays=self.inputs.rows_pay,
         )
         return state
 
@@ -310,7 +305,7 @@ class CompiledDrafting:
             mask = self.inputs.fill_mask("mask", mask, (rows, 1, width, self.inputs.num_slots))
         output = self.graphs.run_or_eager(
             GraphKey("step", rows, width, (self.inputs.num_slots, mask is not None)),
-            self.if_rows_pay(partial(draft_step, self.drafter)),
+            partial(draft_step, self.drafter),
             lambda: (
                 self.inputs.fill("tokens", tokens, (rows, width)),
                 self.inputs.fill("feedback", feedback, (rows, width, feedback.shape[-1])),
@@ -320,6 +315,7 @@ class CompiledDrafting:
                 self.inputs.fixed,
             ),
             eager,
+            pays=self.inputs.rows_pay,
         )
         return DraftState(output.logits[:, :size], output.feedback[:, :size])
 
@@ -355,7 +351,7 @@ class CompiledDrafting:
             key = key._replace(kind="tree", size=shape.nodes, shape=(shape.depth, shape.top_k, *key.shape))
         drafted: Drafted | None = self.graphs.run_or_eager(
             key,
-            self.if_rows_pay(partial(whole_step, self.drafter, shape, choosing)),
+            partial(whole_step, self.drafter, shape, choosing),
             lambda: (
                 DraftInputs(
                     *root,
@@ -367,6 +363,7 @@ class CompiledDrafting:
                 self.inputs.fixed,
             ),
             lambda: None,
+            pays=self.inputs.rows_pay,
             reference=partial(_first_of_draft, self.session, shape, choosing.of_drafts(by)),
         )
         return None if drafted is None else drafted.nodes.to_tree(shape, depth)

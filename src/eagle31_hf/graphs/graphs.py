@@ -147,10 +147,11 @@ class Graphs:
     def run_or_eager(
         self,
         key: GraphKey,
-        make: Callable[[], Step] | None,
+        step: Step,
         inputs: Callable[[], tuple],
         eager: Callable[[], Any],
         *,
+        pays: bool = True,
         reference: Callable[[], Tensor] | None = None,
         compared: Callable[[Any], Sequence[Tensor]] = itemgetter(slice(1)),
     ) -> Any:
@@ -161,24 +162,24 @@ class Graphs:
 
         Args:
             key: which graph.
-            make: the step to compile; `None` where a new graph would not pay.
+            step: what it computes.
             inputs: what the step takes, in memory that stays where it is.
             eager: the same outputs without a graph; anything where `reference` is given.
+            pays: whether a new graph would.
             reference: what the first output must begin with, where that is cheaper than all of `eager`: the new graph
                 then serves the first call, too.
             compared: what of the outputs must agree with the eager ones; default: the first.
         """
         known = key in self._steps
-        if self.disabled_reason or not (known or (make is not None and self.can_compile(key))):
+        if self.disabled_reason or not (known or (pays and self.maker.can_make(key))):
             return eager()
         filled = inputs()
         if not known:
-            assert make is not None, "asked above"
             outputs = eager() if reference is None else None
             expected = compared(outputs) if reference is None else [reference()]
             self._make_room(key)
             try:
-                made = self.maker.make(key, make(), filled)
+                made = self.maker.make(key, step, filled)
                 _require_agreement(compared(made(*filled)), expected)
                 self._steps[key] = made
             except Exception as failure:  # whatever a compiler stumbles over, the text must go on
@@ -193,10 +194,6 @@ class Graphs:
         except OtherInputsError:
             pass
         return eager()
-
-    def can_compile(self, key: GraphKey) -> bool:
-        """Whether one more graph can be had."""
-        return self.maker.can_make(key)
 
     def _make_room(self, key: GraphKey) -> None:
         """Let graphs of this kind go that choose tokens in the way that was met first, where there are many."""

@@ -96,7 +96,6 @@ class RoundStep:
         self.drafter, self.shape, self.choosing = drafter, shape, choosing
         self.width, self.levels = min(shape.depth, shape.nodes - 1) + 1, shape.stepped_levels
         self.draft_slots, self.looks_ahead = shape.top_k * self.levels, self.width + shape.depth
-        self._absorb, self._draft = absorb_step(drafter), whole_step(drafter, shape, choosing)
 
     def __call__(self, verified: RoundInputs, cache: FixedShapeCache) -> AcceptedAhead:
         logits, aux, drafts, slots, rotary, by = verified
@@ -104,15 +103,21 @@ class RoundStep:
         acceptance, path = self.accept(logits, drafts, by)
         last, readable = acceptance.length - 1, self.readable(acceptance, logits.shape[-1])
         cos, sin = (table[:, :width] for table in turned)
-        read: DraftState = self._absorb(
-            self.following(path, readable), self.along(aux, readable), slots[:, :width], (cos, sin), last, cache
+        read = absorb_step(
+            self.drafter,
+            self.following(path, readable),
+            self.along(aux, readable),
+            slots[:, :width],
+            (cos, sin),
+            last,
+            cache,
         )
         rows = torch.arange(len(last), device=last.device)[:, None]
         behind = last[:, None] + torch.arange(1, 1 + self.draft_slots, device=last.device)
         cos, sin = (table[rows, behind[:, : self.levels]] for table in turned)
         chosen_by = self._chosen_behind(by, path, readable)
         told = DraftInputs(read.logits, read.feedback, slots[rows, behind], readable.bonus, (cos, sin), chosen_by)
-        nodes = self._draft(told, cache).nodes
+        nodes = whole_step(self.drafter, self.shape, self.choosing, told, cache).nodes
         host = for_host(acceptance, drafts.tokens, read.logits[:, 0, :1].isnan().any())
         return AcceptedAhead(read.logits, read.feedback, acceptance, host, nodes, self.shape, width)
 
@@ -214,9 +219,10 @@ class RoundGraph:
         key_shape = (shape.depth, shape.top_k) if shape.is_tree else ()
         made: AcceptedAhead | None = drafting.graphs.run_or_eager(
             GraphKey("advance", len(tree.tokens), tree.size, (*key_shape, inputs.num_slots), step.choosing.key),
-            drafting.if_rows_pay(lambda: step),
+            step,
             filled,
             lambda: None,
+            pays=inputs.rows_pay,
             reference=logits_after_bonus,
         )
         return made

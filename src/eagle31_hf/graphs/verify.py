@@ -30,7 +30,7 @@ from ..drafting.draft_tree import DraftTree
 from ..targets.binding import TargetBinding, TargetOutput, Verification
 from .fixed_cache import CommittedStates, FixedShapeCache, GraphInputs
 from .graphs import Graphs
-from .steps import GraphKey, Step, buffers_of
+from .steps import GraphKey, buffers_of
 
 Masks = Tensor | dict[str, Tensor | None] | None
 
@@ -83,9 +83,10 @@ class CompiledVerification:
         pays = self.inputs.rows_pay and (size > 1 or (nodes == 1 and rests))
         output: VerifiedBlock = self.graphs.run_or_eager(
             key,
-            partial(_verify_step, self.binding) if pays else None,
+            partial(_verify, self.binding),
             lambda: self._inputs(tree, nodes, masks_trees),
             lambda: self._eager_block(tree),
+            pays=pays,
             compared=VerifiedBlock.decisive,
         )
         for layer, trace in zip(self.cache.with_states, output.traces, strict=True):
@@ -109,7 +110,7 @@ class CompiledVerification:
         axes = 0 if offsets is None else len(offsets)
         shape = masks_trees, axes, *self.inputs.mask_widths.items(), self._attention
         exact = GraphKey("verify", rows, size, shape)
-        if size == 1 and (exact in self.graphs.keys or (rests and self.graphs.can_compile(exact))):
+        if size == 1 and (exact in self.graphs.keys or (rests and self.graphs.maker.can_make(exact))):
             return exact
         return exact._replace(size=self._width(size))
 
@@ -142,24 +143,21 @@ class CompiledVerification:
         return {kind: fill(kind, mask[kind], (rows, 1, nodes, width)) for kind, width in widths.items()}  # type: ignore[arg-type]
 
 
-def _verify_step(binding: TargetBinding) -> Step:
-    dtype = binding.compute_dtype
-
-    def verify(
-        tokens: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        ancestors: Tensor | None,
-        masks: Masks,
-        cache: FixedShapeCache,
-    ) -> VerifiedBlock:
-        cache.at(slots).place(tokens.shape[1])
-        if masks is None:
-            masks = cache.masks(dtype, ancestors)
-        output = binding.forward(tokens, slots[:, :1] + positions, masks, cache)
-        return VerifiedBlock(output.logits, output.aux, cache.traces())
-
-    return verify
+def _verify(
+    binding: TargetBinding,
+    tokens: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    ancestors: Tensor | None,
+    masks: Masks,
+    cache: FixedShapeCache,
+) -> VerifiedBlock:
+    """The step."""
+    cache.at(slots).place(tokens.shape[1])
+    if masks is None:
+        masks = cache.masks(binding.compute_dtype, ancestors)
+    output = binding.forward(tokens, slots[:, :1] + positions, masks, cache)
+    return VerifiedBlock(output.logits, output.aux, cache.traces())
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
@@ -193,9 +191,10 @@ class CompiledSettling:
         committed.follow(layers)
         moved: tuple[Tensor, ...] = self.graphs.run_or_eager(
             GraphKey("settle", rows, layers[0].placement.num_tokens),
-            (lambda: _settle) if self.inputs.rows_pay else None,
+            _settle,
             lambda: (last.on(layers[0].placement.device), tuple(traces), committed),
             lambda: _moved(last, traces, committed),
+            pays=self.inputs.rows_pay,
             compared=lambda moved: moved,
         )
         states = buffers_of(committed)
