@@ -129,7 +129,7 @@ def test_home_lab_plans_fit_and_are_what_is_served(script: Path) -> None:
     planned, defaults = told_in(script, "plan")
     served, _ = told_in(script, "serve")
     assert (served["context"], served["max_batch"] + READING_ROWS) == (planned["context"], planned["batch"])
-    assert (served["quantization"] == "4bit") == (planned["quantization"] == "bnb-nf4-dq")
+    assert (served["quantization"] == "4bit") == (planned["quantization"] == "4bit")
     name = defaults["TARGET"].rpartition("/")[2].removesuffix("-Instruct").replace("-", " ")
     plan = plan_memory(
         known_targets()[name].config,

@@ -113,10 +113,22 @@ def test_acceptance_of_several_calls_adds_up():
 def test_plan_says_what_fits_and_leaves_with_1_where_it_does_not(tmp_path):
     figures = tmp_path / "plan.json"
     result = run("plan", TARGET, "--card", "RTX 3060", "--context", "1024", "--json", figures)
-    assert "target weights" in result.output
+    assert all(part in result.output for part in ("working memory", "left free", "longest with graphs"))
     assert "elements * 2" not in result.output
+    assert "--memory auto --context 1024" in result.output
     assert json.loads(figures.read_text())["settings"]["context"] == 1024
     run("plan", TARGET, "--card", "1GiB", "--context", "2000000", code=1)
+
+
+def test_plan_takes_sizes_as_people_write_them(tmp_path):
+    figures = tmp_path / "plan.json"
+    run("plan", TARGET, "--card", "12GB", "--context", "32k", "--quantization", "4bit", "--json", figures)
+    plan = json.loads(figures.read_text())
+    assert plan["settings"]["context"] == 32 * 1024
+    assert plan["card"]["total_bytes"] == 12 * 2**30
+    assert plan["target"]["quantization"]["method"] == "bnb-nf4"
+    for context in ("many", "0", "-1"):
+        run("plan", TARGET, "--card", "12GB", "--context", context, code=2)
 
 
 def test_plan_shows_formulas_if_asked():

@@ -22,11 +22,11 @@ from transformers import (
 from eagle31_hf.config import Eagle31Config
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.errors import MemoryPlanError
-from eagle31_hf.memory import plan_memory
+from eagle31_hf.memory import MemoryPlan, plan_memory
 from eagle31_hf.memory.cards import CARDS, GIB, Card, find_card, measure_card
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import MOMENTS
-from eagle31_hf.memory.report import decision_rows, ledger_rows
+from eagle31_hf.memory.report import decision_rows, ledger_rows, part_rows
 from eagle31_hf.memory.target_facts import read_target, target_fingerprint
 from eagle31_hf.memory.weight_bytes import storage_bytes
 from home_lab import home_lab_table
@@ -257,7 +257,7 @@ def test_card_names_are_forgiving_and_sizes_are_cards() -> None:
     for name in ("4090", "rtx4090", "NVIDIA GeForce RTX 4090"):
         assert find_card(name) is CARDS["RTX 4090"]
     assert find_card("24GiB").total_bytes == 24 * GIB
-    assert find_card("24 GB").total_bytes == 24 * 10**9
+    assert find_card("24 GB").total_bytes == 24 * GIB
     assert find_card("Apple M3 Max 64GB").usable_bytes == 48 * GIB
     assert find_card("M3 Ultra") is CARDS["Apple M3 Ultra 96GB"]  # the smallest sold
     assert find_card("M3") is CARDS["Apple M3 16GB"]
@@ -336,7 +336,7 @@ def test_targets_that_cannot_be_planned_say_why(tmp_path: Path) -> None:
 def test_configs_with_other_field_names_are_read() -> None:
     plan = plan_memory(GPT2Config(n_layer=4), card="RTX 3060", context=512, quantization="fp32")
     assert len(plan.target.forward.windows) == 4
-    assert plan.target.intermediate_size == 4 * 768
+    assert plan.target.layer.intermediate_size == 4 * 768
 
 
 # --- rendering --------------------------------------------------------------------------------------------------------
@@ -347,6 +347,36 @@ def test_report_shows_every_term_and_the_decision() -> None:
     assert ("fits", "yes") in decision_rows(BASE)
     refusal = plan_memory(LLAMA_70B, quantization="bf16", card="RTX 3090", context=4096)
     assert ("would fit", "card H200") in decision_rows(refusal)
+
+
+def test_plans_of_one_card_name_the_same_longest_contexts() -> None:
+    """Whatever context is asked for; and what is said of graphs holds at the edge."""
+
+    def planned(context: int) -> MemoryPlan:
+        return plan_memory(LLAMA_8B, quantization="bf16", card="RTX 4090", context=context)
+
+    plan = planned(8192)
+    assert plan.given_up == ()
+    (_, with_graphs), (_, without) = plan.longest_by_cache
+    assert [name for name, _ in decision_rows(plan) if name.startswith("longest")] == [
+        "longest with graphs",
+        "longest without graphs",
+    ]
+    at, beyond = planned(with_graphs), planned(with_graphs + 1)
+    assert (at.has_graphs, beyond.has_graphs) == (True, False)
+    assert at.longest_by_cache == beyond.longest_by_cache == plan.longest_by_cache
+    assert any("packed as" in what for what in at.given_up)
+    assert any("graphs" in what for what in beyond.given_up)
+    assert planned(without).settings.speculates
+    assert any("the drafter" in what for what in planned(without + 1).given_up)
+
+
+def test_parts_add_up_to_the_card() -> None:
+    rows = part_rows(BASE)
+    assert len(rows) == 7
+    units = {"GiB": GIB, "MiB": 2**20, "B": 1}
+    found = sum(float(size.replace(",", "")) * units[unit] for size, unit in (text.split() for _, text in rows))
+    assert found == pytest.approx(BASE.card.total_bytes, rel=0.001)
 
 
 def test_home_lab_table_has_a_cell_per_card_and_scheme() -> None:

@@ -42,6 +42,15 @@ TracebackOption = Annotated[
 ]
 
 
+def token_count(text: str) -> int:
+    """`"32768"`, `"32,768"` and `"32k"` are one number of tokens."""
+    found = re.fullmatch(r"([\d,_]+)(k?)", text.strip().lower())
+    digits = re.sub(r"\D", "", found[1]) if found is not None else ""
+    if found is None or int(digits or 0) < 1:
+        raise typer.BadParameter(f"got {text!r}; wanted a number of tokens, e.g. 8192 or 32k")
+    return int(digits) * (1024 if found[2] else 1)
+
+
 def readable_errors(command: Callable[..., None]) -> Callable[..., None]:
     """Errors of our tree become one red line on stderr and exit code 1; `--traceback` lets them through.
 

@@ -27,6 +27,7 @@ from ..memory.drafter_facts import OWN_HEAD
 from ..targets.devices import SHORT_NAMES
 from ..texts.chats import encode_chat
 from .option_groups import DRAFTS, LOADING, option
+from .options import token_count
 from .progress import waiting_for
 
 DTypeName = Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"]
@@ -101,7 +102,10 @@ class PairSource:
     context: int | None = field(
         default=None,
         metadata=option(
-            "With --memory auto, and in serve: tokens of the longest row, prompt and answer.", min=1, panel=LOADING
+            "With --memory auto, and in serve: tokens of the longest row, prompt and answer, e.g. 32k.",
+            parser=token_count,
+            metavar="TOKENS",
+            panel=LOADING,
         ),
     )
     cache_type: Literal["auto", "full", "int8"] = field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,8 @@ from rich.table import Table
 from ..errors import ConfigurationError
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import one_card
-from ..memory.report import LEDGER_COLUMNS, decision_rows, ledger_rows
-from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from ..memory.report import LEDGER_COLUMNS, decision_rows, ledger_rows, part_rows
+from .options import JsonOption, TracebackOption, make_console, readable_errors, token_count, write_json
 from .progress import waiting_for
 
 
@@ -31,12 +32,20 @@ def plan(
             "shaped like the target; none."
         ),
     ] = None,
-    quantization: Annotated[str | None, typer.Option("--quant", help="E.g. bf16, bnb-nf4-dq, bnb-int8.")] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option("--quantization", "--quant", help="4bit, 8bit, or by name: bf16, bnb-nf4, fp8-block, mxfp4 ..."),
+    ] = None,
     card: Annotated[
-        list[str] | None, typer.Option(help="E.g. 'RTX 4090', 'M3 Ultra' or 24GiB; default: this machine.")
+        list[str] | None, typer.Option(help="E.g. 'RTX 4090', 'M3 Ultra' or 24GB; default: this machine.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of the longest row, prompt and answer; default: 8192, or as trained.")
+        int | None,
+        typer.Option(
+            parser=token_count,
+            metavar="TOKENS",
+            help="Tokens of the longest row, prompt and answer, e.g. 32k; default: 8192, or as trained.",
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
     draft_tokens: Annotated[int | None, typer.Option(help="Draft depth, 0 for none; default: what fits.")] = None,
@@ -44,7 +53,9 @@ def plan(
     tree_size: Annotated[int | None, typer.Option(help="Tokens verified per round with a tree.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward; default: what fits.")] = None,
     margin: Annotated[int | None, typer.Option(help="Bytes of the card to leave free; default: 3 %.")] = None,
-    formulas: Annotated[bool, typer.Option("--formulas", help="Show how each size is computed.")] = False,
+    formulas: Annotated[
+        bool, typer.Option("--formulas", help="Show every term, when it is alive, and how it is computed.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw what fills the card to this picture.")] = None,
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
@@ -71,13 +82,33 @@ def plan(
     write_json(json_path, made.to_dict())  # before a picture can fail
     console = make_console()
     print_decision(console, made)
-    columns = len(LEDGER_COLUMNS) - (not formulas)  # the last one, which makes a page of a table
-    console.print(_table(LEDGER_COLUMNS[:columns], [row[:columns] for row in ledger_rows(made)]))
+    console.print(_table([], part_rows(made)))
+    if formulas:
+        console.print()
+        console.print(_table(LEDGER_COLUMNS, ledger_rows(made)))
+    if made.fits:
+        console.print(f"\n{command_to_run(made, target, drafter)}", soft_wrap=True)
     if plot is not None:
         from ..measure.plots import plot_card  # torch comes with it, which no plan needs
 
         plot_card(made, plot)
     raise typer.Exit(0 if made.fits else 1)
+
+
+_AS_LOADED = {"bnb-nf4": "--quantization 4bit", "bnb-nf4-dq": "--quantization 4bit", "bnb-int8": "--quantization 8bit"}
+
+
+def command_to_run(plan: MemoryPlan, target: str, drafter: str | None) -> str:
+    """What starts a chat under this plan."""
+    is_named = "/" in target or Path(target).exists()
+    words = ["eagle31 chat", shlex.quote(target) if is_named else "TARGET"]
+    if drafter is not None:
+        words.append(f"--drafter {shlex.quote(drafter)}")
+    elif plan.drafter is not None and "MTP" not in plan.drafter.name:
+        words.append("--drafter DRAFTER")
+    words.append(_AS_LOADED.get(plan.target.quantization.name, ""))
+    words.append(f"--memory auto --context {plan.settings.context}")
+    return " ".join(filter(None, words))
 
 
 def print_decision(console: Console, plan: MemoryPlan) -> None:

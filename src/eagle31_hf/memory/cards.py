@@ -14,7 +14,8 @@ import torch
 from ..errors import MemoryPlanError
 
 MIB, GIB = 2**20, 2**30
-_UNITS = {"b": 1, "kib": 2**10, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+# Cards are sold by GB and have as many GiB: an RTX 3060 of 12 GB has 12,288 MiB.
+_UNITS = {"b": 1, "kib": 2**10, "mib": MIB, "gib": GIB, "kb": 2**10, "mb": MIB, "gb": GIB}
 
 # Before a CUDA context exists: context, kernels and cuBLAS workspace. Public reports lie between 300 and 800 MiB.
 CUDA_CONTEXT_BYTES = 900 * MIB

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import MemoryPlanError
 from .cards import GIB, Card, find_card
 from .drafter_facts import DrafterFacts
-from .ledger import LedgerTerm, MemorySettings, build_ledger, bytes_by_moment
+from .ledger import LedgerTerm, MemorySettings, build_ledger, bytes_by_moment, captures_steps
 from .target_facts import TargetFacts, target_fingerprint
 
 
@@ -32,6 +32,9 @@ class MemoryPlan:
         settings: what a generation keeps to. Of a refusal: the smallest settings tried.
         margin_bytes: of the card, left free.
         longest_context: tokens per row that fit with these settings (a limit of memory, not of training); 0 if none.
+        longest_by_cache: the same with the smallest settings that still draft, by how keys and values are stored. Up to
+            the first of them a plan keeps graphs, where there are any; 8-bit caches are read by eager steps.
+        given_up: what was given up so that it fits, in words.
         alternatives: of a refusal, nearby plans that fit.
         warnings: what the user should know before loading.
     """
@@ -42,6 +45,8 @@ class MemoryPlan:
     settings: MemorySettings
     margin_bytes: int
     longest_context: int = 0
+    longest_by_cache: tuple[tuple[str, int], ...] = ()
+    given_up: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -74,6 +79,11 @@ class MemoryPlan:
     def fits(self) -> bool:
         """Whether the peak keeps within `budget_bytes`."""
         return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether rounds are captured as CUDA graphs."""
+        return captures_steps(self.target, self.card, self.settings)
 
     @property
     def largest_term(self) -> LedgerTerm:
@@ -151,6 +161,8 @@ class MemoryPlan:
             "settings": asdict(self.settings),
             "margin_bytes": self.margin_bytes,
             "longest_context": self.longest_context,
+            "longest_by_cache": dict(self.longest_by_cache),
+            "given_up": list(self.given_up),
             "alternatives": [asdict(other) for other in self.alternatives],
             "warnings": list(self.warnings),
             "figures": figures,

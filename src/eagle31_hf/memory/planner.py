@@ -127,7 +127,13 @@ def plan_memory(
     plan = _choose(request)
     if not plan.fits:
         plan = replace(plan, alternatives=_alternatives(request, target, attention))
-    return replace(plan, longest_context=_longest_context(plan), warnings=tuple(warnings))
+    return replace(
+        plan,
+        longest_context=_longest_context(plan),
+        longest_by_cache=_longest_by_cache(request) if plan.fits else (),
+        given_up=_given_up(request, plan),
+        warnings=tuple(warnings),
+    )
 
 
 # --- checking what was asked ------------------------------------------------------------------------------------------
@@ -291,6 +297,42 @@ def _longest_context(plan: MemoryPlan) -> int:
         return 0
     known = plan.settings.context if plan.fits else 1
     return known - 1 + bisect_left(range(known, _LARGEST_CONTEXT + 1), True, key=is_too_long)
+
+
+def _longest_by_cache(request: _Request) -> tuple[tuple[str, int], ...]:
+    """Of the smallest chunks and drafts, by type of the cache; packed drafters take room to be unpacked, so any may be
+    the smallest."""
+    drafting = [each for each in _candidates(request) if each.speculates]
+    if not drafting:
+        return ()
+    last = drafting[-1]
+    longest: dict[str, int] = {}
+    for each in drafting:
+        if (each.draft_tokens, each.prefill_chunk) == (last.draft_tokens, last.prefill_chunk):
+            fits = _longest_context(request.plan(each))
+            longest[each.cache_type] = max(fits, longest.get(each.cache_type, 0))
+    return tuple(longest.items())
+
+
+def _given_up(request: _Request, plan: MemoryPlan) -> tuple[str, ...]:
+    """What the first candidate had and the chosen one has not."""
+    wanted, got = request.plan(_candidates(request)[0]), plan.settings
+    best, said = wanted.settings, []
+    if best.speculates and not got.speculates:
+        said.append("the drafter, so there are no drafts")
+    elif got.draft_tokens < best.draft_tokens:
+        said.append(f"drafts of more than {got.draft_tokens} tokens")
+    if got.speculates and got.drafter_precision != best.drafter_precision:
+        said.append(f"the drafter's precision: it is packed as {got.drafter_precision}")
+    if got.cache_type != best.cache_type:
+        said.append("keys and values in full precision: they are stored in 8 bits, which may change the text")
+    if wanted.has_graphs and got.speculates and not plan.has_graphs:
+        said.append("graphs: steps are eager")
+    if got.prefill_chunk < best.prefill_chunk:
+        said.append(
+            f"reading the prompt {best.prefill_chunk:,} tokens at a time: it is read {got.prefill_chunk:,} at a time"
+        )
+    return tuple(said)
 
 
 def _alternatives(request: _Request, target: Any, attention: str | None) -> tuple[Alternative, ...]:

@@ -159,7 +159,8 @@ SCHEMES: dict[str, Quantization] = {
     "fp8-block": Quantization("fp8-block", bits=8, group_size=128),
     "mxfp4": Quantization("mxfp4", bits=4, group_size=32),
 }
-_OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "bnb-int8", "nf4": "bnb-nf4",
+_OTHER_NAMES = {"4bit": "bnb-nf4-dq", "8bit": "bnb-int8",
+                "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "bnb-int8", "nf4": "bnb-nf4",
                 "nf4-dq": "bnb-nf4-dq", "fp4": "bnb-fp4", "fp8": "fp8-block"}  # fmt: skip
 
 
