@@ -36,12 +36,13 @@ NAMES = {"fc.": "mtp.fc.", "enorm.": "mtp.pre_fc_norm_embedding.", "hnorm.": "mt
          "norm.": "mtp.norm.", "layers.": "mtp.layers."}  # fmt: skip
 
 
-def shape_of(like: Any, layers: int) -> Qwen3_5TextConfig:
+def shape_of(like: Any, layers: int, linear_head: int) -> Qwen3_5TextConfig:
     """As wide as the embedded target."""
     return Qwen3_5TextConfig(
         vocab_size=like.vocab_size, hidden_size=like.hidden_size, intermediate_size=2 * like.hidden_size,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=32,
+        linear_num_key_heads=128 // linear_head, linear_num_value_heads=256 // linear_head,
+        linear_key_head_dim=linear_head, linear_value_head_dim=linear_head,
         max_position_embeddings=like.max_position_embeddings, tie_word_embeddings=True, mtp_num_hidden_layers=1,
         bos_token_id=like.bos_token_id, eos_token_id=like.eos_token_id, pad_token_id=like.pad_token_id,
     )  # fmt: skip
@@ -85,7 +86,9 @@ def make_target(options: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(target_path())
     embedded = AutoModelForCausalLM.from_pretrained(target_path(), dtype=torch.float32)
     torch.manual_seed(options.seed)
-    model = AutoModelForCausalLM.from_config(shape_of(embedded.config, options.layers), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        shape_of(embedded.config, options.layers, options.linear_head), dtype=torch.float32
+    )
     with torch.no_grad():
         model.get_input_embeddings().weight.copy_(embedded.get_input_embeddings().weight)
         model.get_decoder().norm.weight.normal_(std=0.4)  # even norms would hide whether raw or normed states are read
@@ -240,6 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--held-out", nargs="+", required=True, help="such files to measure on")
     parser.add_argument("--out", type=Path, default=Path("small-mtp"))
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--linear-head", type=int, default=32, help="width of linear layers' heads; vLLM on a CPU: 128")
     parser.add_argument("--minutes", type=float, default=6.0, help="of processor time, for the target")
     parser.add_argument("--head-minutes", type=float, default=4.0)
     parser.add_argument("--limit-texts", type=int, default=2000)
