@@ -51,7 +51,9 @@ def test_graphs_read_what_was_put_off_by_pieces(unread: int, monkeypatch: pytest
     graphs, widths = current_graphs(drafter_of("llama")).made_by(CapturesSteps(CAPTURES["cpu"])), []
     eager, graphed = (DraftSession(drafter_of("llama"), batch_size=1, capacity=256, block=64) for _ in range(2))
     drafting, run = CompiledDrafting(graphed, graphs), Graphs.run_or_eager
-    monkeypatch.setattr(Graphs, "run_or_eager", lambda *args: widths.append(args[1].size) or run(*args))
+    monkeypatch.setattr(
+        Graphs, "run_or_eager", lambda *args, **kwargs: widths.append(args[1].size) or run(*args, **kwargs)
+    )
     for session in (eager, graphed):
         session.absorb(tokens[:, :20], aux[:, :20], [20])
         session.put_off(tokens[:, 20:].tolist(), aux[:, 20:])
