@@ -1,35 +1,96 @@
-"""Keys and values in 8 bits: against a list of rounded vectors, bit for bit through every rollback, within the plan."""
+"""Keys and values in 8 bits: how they are rounded, copied, counted and chosen (test_cache_histories: what is held)."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
-from mirror import DTYPES, Mirror
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mirror import DTYPES, Mirror, rounded
+from torch import Tensor
 from transformers import DynamicCache, LlamaConfig
 
+from eagle31_hf.cache.quantized import CACHE_TYPES, LARGEST_CODE, encode
 from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.target_facts import dry_run_of, sizes_by_layer
-from helpers import CONFIGS, first_row
+from eagle31_hf.settings import CACHE_TYPES as ALL_CACHE_TYPES
+from eagle31_hf.settings import Eagle31GenerationConfig
+from helpers import CONFIGS, configured, drafter_of, first_row, target_of
+
+# --- rounding ---------------------------------------------------------------------------------------------------------
 
 
-def grown(mirror: Mirror, lengths: Sequence[int]) -> Mirror:
-    """Rows of these lengths, read in right-padded chunks of 8; row `b` consists of tokens `1000 b + 1, 2, ...`."""
-    texts = [[1000 * b + i + 1 for i in range(length)] for b, length in enumerate(lengths)]
-    for start in range(0, max(lengths), 8):
-        parts = [text[start : start + 8] for text in texts]
-        width = max(map(len, parts))
-        mirror.write(width, tokens=torch.tensor([part + [0] * (width - len(part)) for part in parts]))
-        mirror.cache.commit([len(part) for part in parts])
-    mirror.rows = texts
+def naive_rounded(vector: Sequence[float]) -> list[float]:
+    """One vector, in double precision and without looking at a bit."""
+    largest, scale = max(abs(x) for x in vector), 2.0**-24
+    while scale * LARGEST_CODE < largest:
+        scale *= 2
+    return [round(x / scale) * scale for x in vector]
+
+
+@st.composite
+def vectors(draw: st.DrawFn) -> tuple[torch.dtype, Tensor]:
+    """Vectors of very unlike size, with zeros, and some that sit on the border of two scales."""
+    dtype = draw(st.sampled_from(DTYPES))
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        size = 2.0 ** draw(st.integers(-30, 14))
+        factors = st.one_of(st.floats(-1, 1), st.sampled_from([0.0, 1.0, -1.0, 127 / 128, 255 / 256]))
+        rows.append([size * draw(factors) for _ in range(6)])
+    return dtype, torch.tensor(rows, dtype=torch.float64).to(dtype)[None, :, None]  # (1, rows, 1, 6)
+
+
+@given(vectors())
+@settings(max_examples=150, deadline=None)
+def test_rounding_is_what_the_formula_says_and_happens_once(case: tuple[torch.dtype, Tensor]) -> None:
+    dtype, states = case
+    codes, scales = encode(states)
+    assert codes.dtype == torch.int8
+    assert scales.dtype == dtype
+    once = rounded(states)
+    wanted = [naive_rounded(vector) for vector in states[0, :, 0].double().tolist()]
+    assert torch.equal(once[0, :, 0], torch.tensor(wanted, dtype=torch.float64).to(dtype))
+    assert torch.equal(rounded(once), once)
+    for other in DTYPES:  # at most seven bits times a power of two: only fp16 is ever out of its range
+        held = once.to(other)
+        assert torch.equal(held.double(), once.double()) or other == torch.float16
+        if held.isfinite().all():
+            assert torch.equal(rounded(held), held)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_errors_are_bounded_and_nothing_becomes_nan(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    states = torch.randn(2, 3, 50, 64).to(dtype) * torch.logspace(-3, 3, 50, base=10.0)[:, None].to(dtype)
+    states[:, :, 7] = 0
+    back = rounded(states)
+    largest = states.abs().amax(-1, keepdim=True).float()
+    error = (back - states).abs().float()
+    assert (error <= largest / 127).all(), "half a step of at most 1/63.5 of the largest"
+    assert error.max() > 0
+    assert not back[:, :, 7].any()
+    assert back.isfinite().all()
+
+
+# --- in and out -------------------------------------------------------------------------------------------------------
+
+
+def grown(mirror: Mirror, length: int) -> Mirror:
+    """A row of this length, written in blocks of 8."""
+    for start in range(0, length, 8):
+        count = min(8, length - start)
+        mirror.commit(mirror.write(count), [count])
     return mirror
 
 
 def test_a_copy_is_independent() -> None:
-    one = grown(Mirror([None, 6]), [11])
+    one = grown(Mirror([None, 6]), 11)
     twin = copy.deepcopy(one)
     one.write(4)
     one.cache.commit(4)
@@ -39,7 +100,7 @@ def test_a_copy_is_independent() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_cache_survives_the_way_through_a_stock_one_bit_for_bit(dtype: torch.dtype) -> None:
-    one = grown(Mirror([None, None], dtype=dtype), [13])
+    one = grown(Mirror([None, None], dtype=dtype), 13)
     stock = first_row(one.cache, DynamicCache(config=LlamaConfig(num_hidden_layers=2)))
     assert stock.layers[0].keys.dtype == dtype
     back = Mirror([None, None], dtype=dtype)
@@ -93,3 +154,42 @@ def test_the_workspace_is_made_once_and_shared() -> None:
     mirror.cache._workspace.clear()
     assert mirror.cache.num_bytes < sizes.pop()
     mirror.write(2)  # takes it anew
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_rooms_know_the_same_cache_types(tmp_path: Path) -> None:
+    assert ("auto", *CACHE_TYPES) == ALL_CACHE_TYPES
+    assert Eagle31GenerationConfig().stored_cache_type == "full"
+    Eagle31GenerationConfig(cache_type="int8").save_pretrained(tmp_path)
+    assert Eagle31GenerationConfig.from_pretrained(tmp_path).stored_cache_type == "int8"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cache_type": "int4"}, "cache_type is 'int4'"),
+        ({"cache_type": None}, "cache_type is None"),
+        ({"cache_type": "int8", "speculation_loop": "plain"}, "only our own loop"),
+        ({"cache_type": "fp8"}, "went in 0.2.0: int8"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Eagle31GenerationConfig(**fields).check()
+    with (
+        configured(drafter_of("llama"), **fields) as eagle,
+        pytest.raises(ConfigurationError, match=message),
+    ):
+        target_of("llama").generate(torch.tensor([[3, 4]]), assistant_model=eagle, max_new_tokens=2)
+
+
+def test_another_loop_says_that_it_does_not_use_the_cache_type() -> None:
+    with configured(drafter_of("llama"), cache_type="int8") as eagle:
+        target_of("llama").generate(
+            torch.tensor([[3, 4]]), assistant_model=eagle, max_new_tokens=2, cache_implementation="static"
+        )
+        assert eagle.stats.loop == "plain"
+        assert eagle.stats.cache_type == "full"
+        assert "cache_type is not used there" in eagle.stats.reason
