@@ -56,21 +56,6 @@ class StopRules:
         """What those are called."""
         return [getattr(rule, "__name__", type(rule).__name__) for rule in self.of_the_caller]
 
-    def length_limit(self, length: int) -> int:
-        """How many more tokens a row of `length` tokens may get."""
-        return self.max_length - length
-
-    def out_of_time(self, input_ids: Tensor) -> bool:
-        return any(bool(clock(input_ids, None).any()) for clock in self.clocks)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """New tokens of each row at some time, and where it had stopped."""
-
-    lengths: list[int]
-    stopped_at: list[int | None]
-
 
 class Sequences:
     """Prompts and new tokens of a batch; rows grow at their own pace.
@@ -94,7 +79,8 @@ class Sequences:
         pad_id: int | None,
         code: CallersCode | None = None,
     ):
-        self._code, self.drew = code, None
+        self._code = code
+        self.drew: Answer[bool] | None = None
         self.prompts = prompts
         self.padding = list(padding)
         self.rules = rules
@@ -103,8 +89,6 @@ class Sequences:
         self.stopped_at: list[int | None] = [None] * prompts.shape[0]
         self.scores: list[list[Tensor]] = [[] for _ in range(prompts.shape[0])]
         self.logits: list[list[Tensor]] = [[] for _ in range(prompts.shape[0])]
-
-    drew: Answer[bool] | None
 
     @property
     def batch_size(self) -> int:
@@ -128,7 +112,7 @@ class Sequences:
 
     def remaining_tokens(self, row: int) -> int:
         """Tokens a row may still get."""
-        return self.rules.length_limit(self.length(row))
+        return self.rules.max_length - self.length(row)
 
     def ends_with(self, row: int, token: int, *, after: int) -> bool:
         """Whether `token`, with `after` accepted ones between it and the text, is a row's last for all that is known.
@@ -152,16 +136,17 @@ class Sequences:
         """Which text this is: its row."""
         return row
 
-    def snapshot(self) -> Snapshot:
-        """How far the text is now, to be able to take back what is written from here on."""
-        return Snapshot([len(new) for new in self.new], list(self.stopped_at))
+    def snapshot(self) -> tuple[list[int], list[int | None]]:
+        """New tokens of each row and where it has stopped, to be able to take back what is written from here on."""
+        return [len(new) for new in self.new], list(self.stopped_at)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: tuple[list[int], list[int | None]]) -> None:
         """Take back what was written since `snapshot`, scores included."""
-        for row, length in enumerate(snapshot.lengths):
+        lengths, stopped_at = snapshot
+        for row, length in enumerate(lengths):
             for written in (self.new, self.scores, self.logits):
                 del written[row][length:]
-        self.stopped_at = list(snapshot.stopped_at)
+        self.stopped_at = list(stopped_at)
 
     def append(self, row: int, tokens: Sequence[int]) -> int:
         """Add accepted tokens up to where the row must stop. Returns how many were added."""
@@ -220,7 +205,7 @@ class Sequences:
 
     def stop_if_out_of_time(self) -> None:
         """Finish every row if a time limit has passed."""
-        if self.rules.clocks and self.rules.out_of_time(self.prompts):
+        if any(bool(clock(self.prompts, None).any()) for clock in self.rules.clocks):  # type: ignore[arg-type]
             for row, stop in enumerate(self.stopped_at):
                 self.stopped_at[row] = len(self.new[row]) if stop is None else stop
 

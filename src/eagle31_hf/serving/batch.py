@@ -196,7 +196,8 @@ class Batch:
         if plan.skips or tree.max_depth:
             round_stats = RoundStats(plan, tree.max_depth, tuple(rows), tuple(counts), self.clock.round_s)
             self.planner.record(round_stats)
-        self.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=counts)
+        looked_up, nodes = plan.tokens is not None, tree.size - 1
+        self.stats.record_round(depth=tree.max_depth, nodes=nodes, accepted=counts, looked_up=looked_up)
         self.stats.skipped_rounds += plan.skips
         self.stats.new_tokens += sum(len(event.tokens) for event in events)
         brought = list(zip(list(self.texts), events, strict=True))
