@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from eagle31_hf.training.progress import StopRequest, describe_kept, remove_run, telling_what_is_kept
+from eagle31_hf.training.progress import StopRequest, describe_kept, open_folder, telling_what_is_kept
 from eagle31_hf.training.report import StageResult, TrainingPlan, TrainingReport, command_line, learning_curve
 from eagle31_hf.training.settings import TrainingSettings
 
@@ -53,7 +53,8 @@ def test_fresh_removes_what_a_run_has_left_and_nothing_else(out: Path) -> None:
     for name in ("data/mine.jsonl", "data/conversations-of-others.jsonl", "stages.txt", "rows.jsonl"):
         (out / name).write_text("{}\n")
     (out / "stage-photos").mkdir()
-    remove_run(out)
+    fresh = TrainingSettings("t", ("rows.jsonl",), out, fresh=True)
+    open_folder(fresh, Console(quiet=True))
     left = sorted(str(path.relative_to(out)) for path in out.rglob("*"))
     assert left == ["data", "data/conversations-of-others.jsonl", "data/mine.jsonl", "rows.jsonl", "stage-photos",
                     "stages.txt"]  # fmt: skip

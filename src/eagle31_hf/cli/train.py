@@ -14,7 +14,8 @@ def train(*, settings: TrainingSettings, json_path: JsonOption = None, traceback
     """Make a drafter for a target: the target writes, the drafter learns and is measured. Prints its plan first."""
     # Here and not above: Trainer takes longer to import than every other command takes to start.
     with waiting_for("loading the trainer"):
-        from ..training.train import is_first_process, train_drafter
+        from ..training.progress import is_first_process
+        from ..training.train import train_drafter
 
     report = train_drafter(settings, console=make_console(stderr=True))
     if is_first_process():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import threading
@@ -117,6 +118,11 @@ class LiveProgress(TrainerCallback):
             say(self._console, f"step {state.global_step:,}: {length}")
 
 
+def is_first_process() -> bool:
+    """The one that writes and speaks; `accelerate launch` numbers them here before anything is loaded."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 # --- what a run has kept ----------------------------------------------------------------------------------------------
 
 
@@ -131,7 +137,7 @@ def open_folder(settings: TrainingSettings, console: Console) -> None:
         raise TrainingError(
             f"{out} holds an earlier run ({kept}); go on with --resume, begin anew with --fresh, or name another folder"
         )
-    elif settings.fresh and not console.quiet:
+    elif settings.fresh and is_first_process():
         remove_run(out)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import os
 import time
 import warnings
 from bisect import bisect_right
@@ -34,7 +33,15 @@ from .data import Documents, PackedDocuments
 from .measure import EvaluationPrompt, KnownTexts, served_processing, write_texts
 from .objectives import AcceptanceModel, DistillationModel, require_stage_two
 from .preparation import Preparation, load_target, precision_of_result, resolve
-from .progress import Counting, LiveProgress, StopRequest, open_folder, say, telling_what_is_kept
+from .progress import (
+    Counting,
+    LiveProgress,
+    StopRequest,
+    is_first_process,
+    open_folder,
+    say,
+    telling_what_is_kept,
+)
 from .report import (
     StageResult,
     TrainingPlan,
@@ -277,11 +284,6 @@ class _Run:
         record = make_record(report, settings, self.given)
         (out / RECORD_FILE).write_text(json.dumps(record, indent=2), encoding="utf-8")
         (out / CARD_FILE).write_text(fill_card(out, Path(out).resolve().name), encoding="utf-8")
-
-
-def is_first_process() -> bool:
-    """The one that writes and speaks; `accelerate launch` numbers them here before anything is loaded."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def leave_process_group() -> None:
