@@ -8,10 +8,11 @@ from unittest import mock
 
 import pytest
 from rich.console import Console
+from transformers import TrainerControl, TrainerState
 
 from eagle31_hf.errors import TrainingError
 from eagle31_hf.training import train
-from eagle31_hf.training.progress import Counting
+from eagle31_hf.training.progress import Counting, LiveProgress
 
 
 @pytest.mark.parametrize(("resumes", "first", "says"), [(False, 4, False), (True, 4, True), (True, 0, False)])
@@ -33,6 +34,17 @@ def test_the_bar_moves_while_no_text_has_ended() -> None:
         counting.bar.refresh()
         assert counting.bar.tasks[0].completed == 3.5
         assert "1 of 8" in written.getvalue()
+
+
+def test_the_bar_says_that_acceptance_is_measured() -> None:
+    counting = Counting(Console(file=io.StringIO()), "training", 8)
+    bar, state, control = LiveProgress(Console(file=io.StringIO()), counting), TrainerState(), TrainerControl()
+    control.should_evaluate = True
+    bar.on_step_end(None, state, control)
+    bar.on_log(None, state, control, {"loss": 2.0, "accuracy_step_0": 0.5})
+    assert counting.figures == ", loss 2.000, accuracy by step 0.50, measuring acceptance"
+    bar.on_log(None, state, control, {"eval_acceptance_length": 1.5})
+    assert counting.figures == ", loss 2.000, accuracy by step 0.50"
 
 
 def test_the_bar_ends_where_training_ends_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
