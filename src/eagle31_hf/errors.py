@@ -94,7 +94,10 @@ class TrainingError(Eagle31Error, RuntimeError):
 
 
 _ONE_BENCH = "`eagle31 bench --target TARGET --drafter DRAFTER` measures all methods in turns, as tables and --json"
+_AS_STORED = "weights packed by GPTQ or AWQ are planned by the size of their files: plan the checkpoint that holds them"
 REMOVED_IN_0_2 = {
+    "quantization gptq-4bit": _AS_STORED,
+    "quantization awq-4bit": _AS_STORED,
     "convert --allow-loss": "a layout that cannot express the drafter is refused; write it as plain or speculators",
     "--format specforge": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
     "--format torchspec": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",

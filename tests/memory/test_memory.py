@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from transformers import (
 from eagle31_hf.config import Eagle31Config
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.errors import MemoryPlanError
-from eagle31_hf.memory import MemoryPlan, plan_memory
+from eagle31_hf.memory import MemoryPlan, plan_memory, target_facts
 from eagle31_hf.memory.cards import CARDS, GIB, Card, find_card, measure_card
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import MOMENTS
@@ -175,7 +176,7 @@ def test_more_of_anything_never_takes_less(context: int, chunk: int, batch: int,
         assert replace(BASE, settings=replace(small, **more)).peak_bytes >= peak * (1 - 5e-5), more
 
 
-@given(st.sampled_from(sorted(CARDS)), st.sampled_from(["bf16", "bnb-int8", "bnb-nf4-dq", "gptq-4bit"]))
+@given(st.sampled_from(sorted(CARDS)), st.sampled_from(["bf16", "bnb-int8", "bnb-nf4-dq"]))
 @settings(max_examples=25, deadline=None)
 def test_plans_are_json_and_add_up(card: str, quantization: str) -> None:
     plan = plan_memory(LLAMA_8B, quantization=quantization, card=card, context=2048)
@@ -214,11 +215,22 @@ def test_folders_and_configs_give_the_same_plan(tmp_path: Path) -> None:
 
 
 def test_a_config_that_is_quantised_needs_no_name() -> None:
-    fields = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    fields = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     config = LlamaConfig(**{**LLAMA_8B.to_dict(), "quantization_config": fields, "dtype": "float16"})
     plan = plan_memory(config, card="RTX 3060", context=2048)
-    assert plan.target.quantization.name == "gptq-4bit"
-    assert 5.0 < plan.target.weights.total / GIB < 5.6
+    assert plan.target.quantization.name == "bnb-nf4"
+    assert 5.0 < plan.target.weights.total / GIB < 5.7
+
+
+def test_weights_packed_by_others_are_planned_as_the_hub_stores_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(**{**TINY.to_dict(), "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    files = [SimpleNamespace(rfilename="model.safetensors", size=5000), SimpleNamespace(rfilename="x.json", size=7)]
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_args, **_kwargs: config)
+    monkeypatch.setattr(target_facts.HfApi, "model_info", lambda *_args, **_kwargs: SimpleNamespace(siblings=files))
+    facts = read_target("somebody/a-model-GPTQ")
+    assert (facts.quantization.name, facts.weights.total) == ("as stored", 5000)
+    with pytest.raises(MemoryPlanError, match=r"gptq-4bit went in 0\.2\.0: .*size of their files"):
+        plan_memory(TINY, quantization="gptq-4bit", card="RTX 3060")
 
 
 def test_a_drafter_for_another_target_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +202,7 @@ def test_weights_packed_in_another_way_are_planned_as_stored(tmp_path: Path) -> 
     """torchao, HQQ and whatever is to come: by their files, or as loaded."""
     config = LlamaConfig(**{**TINY_TARGETS["grouped heads"].to_dict(), "quantization_config": {"quant_method": "hqq"}})
     config.save_pretrained(tmp_path)
-    with pytest.raises(MemoryPlanError, match="give a folder that holds them, or the loaded model"):
+    with pytest.raises(MemoryPlanError, match="give a folder or Hub id that holds them, or the loaded model"):
         read_target(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(bytes(123_456))
     facts = read_target(tmp_path)
@@ -251,11 +250,7 @@ def test_gathered_head_rows_are_counted() -> None:
 def test_formulas_of_formats_no_cpu_loads() -> None:
     """Sizes worked out by hand from the layouts: 4096 x 14336 matrices, groups of 128."""
     rows, columns = 4096, 14336
-    elements, groups = rows * columns, columns // 128
-    assert SCHEMES["gptq-4bit"].matrix_bytes(rows, columns) == (
-        elements // 2 + groups * (2 * rows + rows // 2) + 4 * columns
-    )
-    assert SCHEMES["awq-4bit"].matrix_bytes(rows, columns) == elements // 2 + groups * (2 * rows + rows // 2)
+    elements = rows * columns
     assert SCHEMES["fp8-block"].matrix_bytes(rows, columns) == elements + 4 * 32 * 112
     assert SCHEMES["fp8-block"].matrix_bytes(130, 129) == 130 * 129 + 4 * 2 * 2
     assert SCHEMES["mxfp4"].matrix_bytes(rows, columns) == elements // 2 + elements // 32
@@ -264,13 +259,11 @@ def test_formulas_of_formats_no_cpu_loads() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"quant_method": "gptq", "bits": 8, "group_size": 32}, Quantization("gptq", "fp16", 8, 32)),
-        ({"quant_method": "awq", "bits": 4, "group_size": 64}, Quantization("awq", "fp16", 4, 64)),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Quantization("fp8-block", "fp16", 8, 128)),
-        ({"quant_method": "fp8", "weight_block_size": None}, Quantization("fp8-block", "fp16", 8, -1)),
-        ({"quant_method": "mxfp4"}, Quantization("mxfp4", "fp16", 4, 32)),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Quantization("fp8-block", "fp16", 128)),
+        ({"quant_method": "fp8", "weight_block_size": None}, Quantization("fp8-block", "fp16", -1)),
+        ({"quant_method": "mxfp4"}, Quantization("mxfp4", "fp16", 32)),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-          "bnb_4bit_use_double_quant": True}, Quantization("bnb-nf4", "fp16", 4, 64, True)),
+          "bnb_4bit_use_double_quant": True}, Quantization("bnb-nf4", "fp16", 64, True)),
     ],
 )  # fmt: skip
 def test_schemes_are_read_from_a_quantization_config(fields: dict, expected: Quantization) -> None:
@@ -280,12 +273,11 @@ def test_schemes_are_read_from_a_quantization_config(fields: dict, expected: Qua
 def test_unknown_schemes_list_the_known_ones() -> None:
     with pytest.raises(MemoryPlanError, match=r"'int3'.*bnb-nf4"):
         scheme("int3")
-    with pytest.raises(MemoryPlanError, match=r"'exotic'.*gptq"):
+    with pytest.raises(MemoryPlanError, match=r"'exotic'.*bitsandbytes"):
         scheme({"quant_method": "exotic"})
 
 
-def test_a_packed_matrix_is_never_larger_than_twice_its_plain_form() -> None:
+def test_a_packed_matrix_is_never_larger_than_its_plain_form() -> None:
     for packing in SCHEMES.values():
         if packing.method != "none":
             assert packing.matrix_bytes(256, 512) < 256 * 512 * 2
-            assert math.isclose(packing.matrix_bytes(4096, 4096) * 8 / 4096**2, packing.bits, rel_tol=0.14)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import MemoryPlanError, first_line
+from ..errors import MemoryPlanError, first_line, removal
 
 BLOCK = 64
 """Weights with a scale of their own, where bitsandbytes packs in 4 bits."""
@@ -28,14 +28,13 @@ class Quantization:
     Attributes:
         method: key of `METHODS`.
         dtype: of everything left unpacked, and of features and caches: `"bf16"`, `"fp16"` or `"fp32"`.
-        bits, group_size: of group-wise methods; `group_size` -1 is one group per row.
+        group_size: weights with one scale; -1 is one group per row.
         double_quant: bitsandbytes packs the scales too.
         skip_modules: names left unpacked; `None` means what transformers leaves by default.
     """
 
     method: str
     dtype: str = "bf16"
-    bits: int = 16
     group_size: int = -1
     double_quant: bool = False
     skip_modules: tuple[str, ...] | None = None
@@ -45,8 +44,7 @@ class Quantization:
         """As in `SCHEMES` for the common ones."""
         if self.method == "none":
             return self.dtype
-        bits = f"-{self.bits}bit" if self.method in ("gptq", "awq") else ""
-        return f"{self.method}{bits}{'-dq' if self.double_quant else ''}"
+        return f"{self.method}{'-dq' if self.double_quant else ''}"
 
     @property
     def dtype_bytes(self) -> int:
@@ -96,14 +94,6 @@ def _bitsandbytes(q: Quantization, rows: int, columns: int) -> int:
     return packed_matrix_bytes(q.method.removeprefix("bnb-"), q.double_quant, rows, columns)
 
 
-def _groups(q: Quantization, columns: int) -> int:
-    return 1 if q.group_size <= 0 else math.ceil(columns / q.group_size)
-
-
-def _awq(q: Quantization, rows: int, columns: int) -> int:
-    return math.ceil(rows * columns * q.bits / 8) + _groups(q, columns) * (2 * rows + math.ceil(rows * q.bits / 8))
-
-
 def _fp8_block(q: Quantization, rows: int, columns: int) -> int:
     blocks = 1 if q.group_size <= 0 else math.ceil(rows / q.group_size) * math.ceil(columns / q.group_size)
     return rows * columns + 4 * blocks
@@ -122,7 +112,6 @@ def _bnb_4bit_copy(q: Quantization, rows: int, columns: int, tokens: int) -> int
     return 0 if tokens <= 4 else rows * columns * q.dtype_bytes
 
 
-_GROUPED = "n*bits/8 + groups*(2N + N*bits/8)"
 _BNB_4BIT = Method("n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)", _bitsandbytes, _bnb_4bit_copy)
 METHODS: dict[str, Method] = {
     AS_STORED: Method("size of the files", lambda q, n, k: n * k * q.dtype_bytes, _unpacked_copy),
@@ -131,8 +120,6 @@ METHODS: dict[str, Method] = {
     "bnb-int8": Method("n + 4N", _bitsandbytes, lambda _, n, k, tokens: tokens * (k + 4 * n)),
     "bnb-nf4": _BNB_4BIT,
     "bnb-fp4": _BNB_4BIT,
-    "gptq": Method(f"{_GROUPED} + 4K", lambda q, n, k: _awq(q, n, k) + 4 * k, _unpacked_copy),
-    "awq": Method(_GROUPED, _awq, _unpacked_copy),
     "fp8-block": Method(
         "n + 4*ceil(N/128)*ceil(K/128)", _fp8_block, lambda _, n, k, tokens: tokens * k, packs_experts=True
     ),
@@ -148,16 +135,14 @@ METHODS: dict[str, Method] = {
 SCHEMES: dict[str, Quantization] = {
     "bf16": Quantization("none", "bf16"),
     "fp16": Quantization("none", "fp16"),
-    "fp32": Quantization("none", "fp32", bits=32),
-    "bnb-int8": Quantization("bnb-int8", bits=8),
-    "bnb-nf4": Quantization("bnb-nf4", bits=4, group_size=64),
-    "bnb-nf4-dq": Quantization("bnb-nf4", bits=4, group_size=64, double_quant=True),
-    "bnb-fp4": Quantization("bnb-fp4", bits=4, group_size=64),
-    "bnb-fp4-dq": Quantization("bnb-fp4", bits=4, group_size=64, double_quant=True),
-    "gptq-4bit": Quantization("gptq", "fp16", bits=4, group_size=128),
-    "awq-4bit": Quantization("awq", "fp16", bits=4, group_size=128),
-    "fp8-block": Quantization("fp8-block", bits=8, group_size=128),
-    "mxfp4": Quantization("mxfp4", bits=4, group_size=32),
+    "fp32": Quantization("none", "fp32"),
+    "bnb-int8": Quantization("bnb-int8"),
+    "bnb-nf4": Quantization("bnb-nf4", group_size=64),
+    "bnb-nf4-dq": Quantization("bnb-nf4", group_size=64, double_quant=True),
+    "bnb-fp4": Quantization("bnb-fp4", group_size=64),
+    "bnb-fp4-dq": Quantization("bnb-fp4", group_size=64, double_quant=True),
+    "fp8-block": Quantization("fp8-block", group_size=128),
+    "mxfp4": Quantization("mxfp4", group_size=32),
 }
 _OTHER_NAMES = {"4bit": "bnb-nf4-dq", "8bit": "bnb-int8",
                 "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "bnb-int8", "nf4": "bnb-nf4",
@@ -178,9 +163,10 @@ def scheme(quantization: str | dict[str, Any] | Quantization | Any, dtype: str =
     if isinstance(quantization, str):
         name = _OTHER_NAMES.get(quantization.lower(), quantization.lower())
         if name not in SCHEMES:
-            raise MemoryPlanError(f"got quantization {quantization!r}; known: {', '.join(SCHEMES)}")
+            known = f"got quantization {quantization!r}; known: 4bit, 8bit, {', '.join(SCHEMES)}"
+            raise MemoryPlanError(removal(f"quantization {name}") or known)
         found = SCHEMES[name]
-        return found if found.method == "none" or found.dtype == "fp16" else replace(found, dtype=dtype)
+        return found if found.method == "none" else replace(found, dtype=dtype)
     try:
         return _from_fields(quantization if isinstance(quantization, dict) else quantization.to_dict(), dtype)
     except (TypeError, ValueError, AttributeError) as error:
@@ -216,10 +202,6 @@ def _from_bitsandbytes(fields: dict[str, Any]) -> Quantization:
     return replace(kind, double_quant=bool(fields.get("bnb_4bit_use_double_quant")))
 
 
-def _grouped(base: Quantization, fields: dict[str, Any]) -> Quantization:
-    return replace(base, bits=int(fields.get("bits", base.bits)), group_size=int(fields.get("group_size") or -1))
-
-
 def _from_fp8(fields: dict[str, Any]) -> Quantization:
     block = fields.get("weight_block_size")
     return replace(SCHEMES["fp8-block"], group_size=int(block[0]) if block else -1)
@@ -227,8 +209,6 @@ def _from_fp8(fields: dict[str, Any]) -> Quantization:
 
 _FROM_CONFIG: dict[str, Callable[[dict[str, Any]], Quantization]] = {
     "bitsandbytes": _from_bitsandbytes,
-    "gptq": lambda fields: _grouped(SCHEMES["gptq-4bit"], fields),
-    "awq": lambda fields: _grouped(SCHEMES["awq-4bit"], fields),
     "fp8": _from_fp8,
     "mxfp4": lambda fields: SCHEMES["mxfp4"],
 }

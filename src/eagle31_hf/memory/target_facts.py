@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import HfApi
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.hub import can_be_hub_id
-from ..errors import MemoryPlanError
+from ..errors import MemoryPlanError, first_line
 from .dry_run import DryRun, dry_run
 from .known_targets import close_names, find_known_target, known_targets
 from .quantization_schemes import AS_STORED, SCHEMES, Quantization, packed_as_stored, scheme
@@ -29,6 +30,7 @@ _INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_si
 _KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads")  # Falcon
 _CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")  # MPT, Bloom
 _DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+WEIGHT_FILES = (".safetensors", ".bin")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -123,15 +125,23 @@ def read_target(target: Any, quantization: Any = None, *, attention: str | None 
 
 
 def _bytes_of_files(target: Any, config: PreTrainedConfig) -> int:
-    """Of the weights in a folder."""
-    folder = Path(target) if isinstance(target, (str, Path)) else None
-    files = [] if folder is None else [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    if not files:
+    """Of the weights in a folder or on the Hub, which is asked for their sizes alone."""
+    sizes: list[int] = []
+    if isinstance(target, (str, Path)) and Path(target).is_dir():
+        sizes = [file.stat().st_size for file in Path(target).iterdir() if file.suffix in WEIGHT_FILES]
+    elif isinstance(target, str) and can_be_hub_id(target):
+        try:
+            files = HfApi().model_info(target, files_metadata=True).siblings or []
+        except Exception as error:  # the network may fail in any way
+            raise MemoryPlanError(f"the Hub does not say how large the files of {target!r} are ({first_line(error)}); "
+                                  "give a folder that holds them") from error  # fmt: skip
+        sizes = [file.size or 0 for file in files if Path(file.rfilename).suffix in WEIGHT_FILES]
+    if not sizes:
         raise MemoryPlanError(
             f"the weights of this {config.model_type!r} are packed in a way that is planned by the size of their "
-            "files; give a folder that holds them, or the loaded model"
+            "files; give a folder or Hub id that holds them, or the loaded model"
         )
-    return sum(file.stat().st_size for file in files)
+    return sum(sizes)
 
 
 def _facts(name: str, config: PreTrainedConfig, packing: Quantization, attention: str | None) -> TargetFacts:
