@@ -157,13 +157,11 @@ class BlockMasks:
             return dict.fromkeys(spans) if self.spans.types else None
         visible = block_visibility(ancestors, placement.num_tokens, placement.block_end, placement.device)
         made: dict[AttentionSpan, Tensor | None] = {}
-        for span in spans.values():
-            if not span.attends:
-                made[span] = None
-            elif span.window is not None:
-                made.setdefault(span, self._of_window(span, visible, self._depths(visible, ancestors, depths), dtype))
-            elif span not in made:
-                made[span] = None if open_ended else self._of_all(visible, dtype)
+        for span in dict.fromkeys(spans.values()):
+            if span.attends and span.window is not None:
+                made[span] = self._of_window(span, visible, self._depths(visible, ancestors, depths), dtype)
+            else:
+                made[span] = self._of_all(visible, dtype) if span.attends and not open_ended else None
         if self.spans.types is None:
             return next(iter(made.values()))
         return {kind: made[span] for kind, span in spans.items()}
