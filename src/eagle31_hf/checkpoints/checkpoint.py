@@ -28,6 +28,7 @@ from .checks import (
     check_values,
     check_vocabulary_infos,
     check_vocabulary_map,
+    refuse_other_methods,
 )
 from .config_json import StoredConfig, read_config_fields, refuse_unread_fields, write_config_fields
 from .files import CONFIG_FILE, FLOAT_DTYPES, StoredTensors, TensorInfo, open_tensors, read_json, replace_checkpoint
@@ -45,7 +46,6 @@ from .layouts import (
     written_layout,
 )
 from .mtp import SAVED, TOKENIZER_FILE, StoredHead, find_head, refuse_lost_head, write_head
-from .other_methods import refuse_other_methods
 
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
