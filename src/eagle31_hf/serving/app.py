@@ -49,14 +49,12 @@ class ServerSettings:
     Attributes:
         model: the name clients ask for.
         api_key: what they have to show; `None`: nothing.
-        max_body_bytes: of a request.
         grace_s: what running texts get to end in when the server is shut down.
         allow_origins: web pages (`http://localhost:3000`) that a browser may let ask.
     """
 
     model: str
     api_key: str | None = None
-    max_body_bytes: int = MAX_BODY_BYTES
     grace_s: float = 10.0
     allow_origins: tuple[str, ...] = ()
 
@@ -248,11 +246,11 @@ class _Server:
         if kind != "application/json":  # also what keeps web pages of others from asking without the browser's leave
             message = f"the content type is {kind or 'not given'}; wanted application/json"
             raise ApiError(message, status=415, code="invalid_json")
-        body, most = b"", self.settings.max_body_bytes
+        body = b""
         async for piece in request.stream():
             body += piece
-            if len(body) > most:
-                raise ApiError(f"the body is larger than {most:,} bytes", status=413, code="body_too_large")
+            if len(body) > MAX_BODY_BYTES:
+                raise ApiError(f"the body is larger than {MAX_BODY_BYTES:,} bytes", status=413, code="body_too_large")
         return body
 
 

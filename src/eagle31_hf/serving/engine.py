@@ -145,18 +145,16 @@ class Engine:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and self._accepts
 
-    def close(self, grace_s: float = 10.0) -> bool:
-        """Take nothing more, finish what runs within `grace_s`, cancel the rest. Whether all was finished."""
+    def close(self, grace_s: float = 10.0) -> None:
+        """Take nothing more, finish what runs within `grace_s`, cancel the rest."""
         self._accepts = False
         deadline = time.monotonic() + grace_s
         while time.monotonic() < deadline and self.scheduler.tickets and self._thread.is_alive():
             time.sleep(0.02)
-        finished = not self.scheduler.tickets
         with self._work:
             self._stopping = True
             self._work.notify()
         self._thread.join(timeout=30)
-        return finished
 
     # --- the worker ------------------------------------------------------------------------------------------------
 
