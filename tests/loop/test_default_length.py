@@ -70,7 +70,7 @@ def test_layers_that_keep_states_verify_chains(on_a_card: None) -> None:
     assert not drafted(drafter).is_tree
 
 
-@pytest.mark.parametrize("schedule", ["pid", "constant"])
+@pytest.mark.parametrize("schedule", ["planned", "pid", "constant"])
 def test_a_doubt_that_is_asked_for_ends_chains(schedule: str) -> None:
     asked = {"num_assistant_tokens_schedule": schedule, "draft_min_confidence": 0.9}
     with configured(drafter_of("llama"), acceleration="eager", **asked) as drafter:

@@ -154,8 +154,9 @@ class Planner:
         shape = self.shape.cut_to(depth)
         if not self._doubts:
             return replace(shape, min_confidence=0.0) if shape.min_confidence else shape
-        learns = self.schedule == "planned"
-        return replace(shape, min_confidence=self._least_confidence()) if learns else shape
+        if self.schedule != "planned":
+            return shape
+        return replace(shape, min_confidence=max(shape.min_confidence, self._least_confidence()))
 
     @property
     def _doubts(self) -> bool:

@@ -173,7 +173,7 @@ def _compare_with_plan(call: Call, stats: SpeculationStats) -> None:
         stats.fallbacks.append(why)
         if why not in _logged:
             _logged.add(why)
-            logger.warning("eagle31: %s; if memory runs out, drafts get shorter first", why)
+            logger.warning("eagle31: %s; if memory runs out, graphs go first, and then drafts", why)
 
 
 # --- assistants given by name -----------------------------------------------------------------------------------------
