@@ -114,34 +114,25 @@ class _Headers:
 
 
 def read_checkpoint(
-    path_or_id: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-    dtype: torch.dtype | None = None,
+    path_or_id: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **options: Any
 ) -> Checkpoint:
     """Reads a drafter from a folder or Hub id, whichever published layout it is in.
 
     Args:
-        path_or_id: local folder or Hub id. revision, token, cache_dir, local_files_only: as in `huggingface_hub`.
         dtype: float dtype of the weights; `None` keeps the stored one.
+        options: `revision`, `token`, `cache_dir`, `local_files_only` as in `huggingface_hub`.
 
     Raises:
         CheckpointNotFoundError: no such folder or id, no access, or no network.
         CheckpointFormatError: not an EAGLE-3 / 3.1 drafter, incomplete, damaged or contradictory.
         UnsafeCheckpointError: a pickle that would run code; nothing was run.
     """
-    folder = resolve_checkpoint(
-        path_or_id, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
-    )
+    folder = resolve_checkpoint(path_or_id, **options)
     if (head := find_head(folder)) is not None:
         return _read_head(head, dtype)
     headers = _headers_or_lost_head(folder)
-    by_stored_name = headers.tensors.load(list(headers.stored_names.values()))
-    tensors = {ours: by_stored_name[theirs] for ours, theirs in headers.stored_names.items()}
-    del by_stored_name
+    loaded = headers.tensors.load(list(headers.stored_names.values()))
+    tensors = {ours: loaded.pop(theirs) for ours, theirs in headers.stored_names.items()}
     _check_loaded(headers.config, tensors)
     tensors = {  # nebius stores d2t as int32
         name: tensor.long() if name == "d2t" else tensor.to(dtype or tensor.dtype)
@@ -149,8 +140,7 @@ def read_checkpoint(
         if name != "t2d"
     }
     headers.config.dtype = tensors["fc.weight"].dtype
-    metadata = headers.stored_config.metadata
-    return Checkpoint(headers.config, tensors, headers.layout.name, metadata)
+    return Checkpoint(headers.config, tensors, headers.layout.name, headers.stored_config.metadata)
 
 
 def _read_head(head: StoredHead, dtype: torch.dtype | None) -> Checkpoint:
