@@ -20,9 +20,8 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.memory import MemoryPlan, plan_memory
 from eagle31_hf.memory.cards import Card
 from eagle31_hf.memory.ledger import RUNNING
-from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.storage_counter import StorageCounter
-from eagle31_hf.memory.weight_bytes import storage_bytes
+from eagle31_hf.memory.weights import SCHEMES, storage_bytes
 from helpers import left_padded
 
 NEW_TOKENS = 32

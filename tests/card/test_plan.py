@@ -35,7 +35,7 @@ from eagle31_hf.memory.ledger import (
 )
 from eagle31_hf.memory.storage_counter import StorageCounter
 from eagle31_hf.memory.target_facts import read_target
-from eagle31_hf.memory.weight_bytes import storage_bytes
+from eagle31_hf.memory.weights import storage_bytes
 
 pytestmark = pytest.mark.card
 

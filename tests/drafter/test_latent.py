@@ -10,7 +10,7 @@ import transformers as hf
 
 from eagle31_hf import Eagle31Drafter, plan_memory
 from eagle31_hf.memory.drafter_facts import drafter_facts
-from eagle31_hf.memory.quantization_schemes import SCHEMES
+from eagle31_hf.memory.weights import SCHEMES
 from helpers import SIZES, assert_same_text, configured, left_padded, random_drafter, random_prompts, random_target
 
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}

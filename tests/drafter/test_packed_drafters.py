@@ -29,8 +29,7 @@ from eagle31_hf.checkpoints import packable_shapes
 from eagle31_hf.drafter.packed_linear import FourBitLinear, Int8Linear, PackedLinear
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.memory.drafter_facts import drafter_facts
-from eagle31_hf.memory.quantization_schemes import SCHEMES
-from eagle31_hf.memory.weight_bytes import storage_bytes
+from eagle31_hf.memory.weights import SCHEMES, storage_bytes
 from helpers import (
     DEMO_DRAFTER,
     GROUPED,

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from eagle31_hf.drafter.packed_linear import PackingScheme, pack_matrix
 from eagle31_hf.errors import IncompatibleTargetError
-from eagle31_hf.memory.quantization_schemes import packed_matrix_bytes
-from eagle31_hf.memory.weight_bytes import storage_bytes
+from eagle31_hf.memory.weights import packed_matrix_bytes, storage_bytes
 from eagle31_hf.targets import quantized as target_side
 from eagle31_hf.targets.quantized import OneTokenArithmetic, gather_head_rows
 from helpers import target_of

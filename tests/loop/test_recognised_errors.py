@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from eagle31_hf.loop.survive import is_out_of_memory
-from eagle31_hf.memory import allocator
-from eagle31_hf.memory.allocator import allocator_advice
-from eagle31_hf.memory.cards import driver_spills
+from eagle31_hf.memory import cards
+from eagle31_hf.memory.cards import allocator_advice, driver_spills
 
 
 @pytest.mark.parametrize(
@@ -85,16 +84,16 @@ def test_drivers_of_windows_spill(monkeypatch: pytest.MonkeyPatch, system: str, 
     assert driver_spills() == spills
 
 
-@pytest.mark.parametrize("variable", allocator.VARIABLES)
+@pytest.mark.parametrize("variable", cards.VARIABLES)
 def test_the_environment_is_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str
 ) -> None:
-    monkeypatch.setattr(allocator, "_advised", set())
-    monkeypatch.setattr(allocator, "driver_spills", lambda: False)
-    for name in allocator.VARIABLES:
+    monkeypatch.setattr(cards, "_advised", set())
+    monkeypatch.setattr(cards, "driver_spills", lambda: False)
+    for name in cards.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, EXPANDABLE)
-    allocator.advise_once(torch.device("cuda"))
+    cards.advise_once(torch.device("cuda"))
     assert not caplog.records
 
 
@@ -102,10 +101,10 @@ def test_advice_is_given_once_and_for_cuda_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "eagle31_hf")
-    monkeypatch.setattr(allocator, "_advised", set())
-    monkeypatch.setattr(allocator, "driver_spills", lambda: False)
-    for name in allocator.VARIABLES:
+    monkeypatch.setattr(cards, "_advised", set())
+    monkeypatch.setattr(cards, "driver_spills", lambda: False)
+    for name in cards.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for device in ("cpu", "mps", "cuda", "cuda:0"):
-        allocator.advise_once(torch.device(device))
+        cards.advise_once(torch.device(device))
     assert len(caplog.records) == 1

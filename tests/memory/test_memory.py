@@ -27,9 +27,9 @@ from eagle31_hf.memory import MemoryPlan, plan_memory, target_facts
 from eagle31_hf.memory.cards import CARDS, GIB, Card, find_card, measure_card
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import MOMENTS
-from eagle31_hf.memory.report import decision_rows, ledger_rows, part_rows
+from eagle31_hf.memory.plan import decision_rows, ledger_rows, part_rows
 from eagle31_hf.memory.target_facts import read_target, target_fingerprint
-from eagle31_hf.memory.weight_bytes import storage_bytes
+from eagle31_hf.memory.weights import storage_bytes
 from home_lab import home_lab_table
 
 LLAMA_8B = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,

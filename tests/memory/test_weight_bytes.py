@@ -23,9 +23,8 @@ from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.known_targets import known_targets
-from eagle31_hf.memory.quantization_schemes import SCHEMES, Quantization, scheme
 from eagle31_hf.memory.target_facts import read_target
-from eagle31_hf.memory.weight_bytes import count_weights, storage_bytes, weight_inventory
+from eagle31_hf.memory.weights import SCHEMES, Quantization, count_weights, scheme, storage_bytes, weight_inventory
 
 pytestmark = pytest.mark.contract
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from ..errors import ConfigurationError
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import one_card
-from ..memory.report import LEDGER_COLUMNS, decision_rows, ledger_rows, part_rows
+from ..memory.plan import LEDGER_COLUMNS, decision_rows, ledger_rows, part_rows
 from .options import JsonOption, TracebackOption, make_console, readable_errors, token_count, write_json
 from .progress import waiting_for
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.files import shown
 from ..errors import ConfigurationError
-from ..memory.quantization_schemes import BLOCK, packed_matrix_bytes
+from ..memory.weights import BLOCK, packed_matrix_bytes
 
 OLDEST_BITSANDBYTES = (0, 50)
 """From here on products of 4-bit weights with a few tokens are fused, whatever the device."""

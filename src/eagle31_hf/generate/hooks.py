@@ -26,8 +26,8 @@ from ..checkpoints import holds_drafter
 from ..drafter.assistant import DEFAULT_AT, Assistant, NotCopiedDict
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import UnsupportedGenerationError, first_line
-from ..memory.allocator import advise_once
 from ..memory.apply_plan import plan_mismatch_reason
+from ..memory.cards import advise_once
 from ..stats import SpeculationStats
 from .call import Call, remember_draft_tokens
 from .own import LeftToPlain, write_own

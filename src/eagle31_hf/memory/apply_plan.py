@@ -14,9 +14,8 @@ from ..settings import Eagle31GenerationConfig
 from .cards import GIB, Card, measure_card
 from .drafter_facts import read_drafter
 from .ledger import MemorySettings
-from .plan import MemoryPlan
+from .plan import MemoryPlan, size_text
 from .planner import DEFAULT_CONTEXT, plan_memory
-from .report import size_text
 from .target_facts import read_target
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,8 @@ from ..config import Eagle31Config, MtpConfig
 from ..drafting.shape import RESIDENT_QUERIES, repeats_mask
 from ..errors import MemoryPlanError
 from .dry_run import DryRun, ForwardBytes
-from .quantization_schemes import SCHEMES, Quantization
 from .target_facts import TargetFacts, dry_run_of, load_config
-from .weight_bytes import weight_inventory
+from .weights import SCHEMES, Quantization, weight_inventory
 
 # A fresh or unknown drafter is planned with the draft vocabulary most published ones have.
 USUAL_DRAFT_VOCABULARY = 32000

@@ -34,7 +34,7 @@ from ..targets.binding import cache_argument
 from ..targets.grouped_attention import attending_grouped
 from ..targets.mixers import Mixers
 from .storage_counter import StorageCounter
-from .weight_bytes import config_json, meta_model
+from .weights import config_json, meta_model
 
 READ_BEFORE = 2
 """Tokens read before a measured forward: they allocate what a cache holds already."""

@@ -23,8 +23,8 @@ from ..drafting.shape import RESIDENT_QUERIES, DraftShape, default_tree_size, no
 from .cards import MIB, Card
 from .drafter_facts import DrafterFacts
 from .dry_run import ForwardBytes
-from .quantization_schemes import SCHEMES, Quantization
 from .target_facts import TargetFacts
+from .weights import SCHEMES, Quantization
 
 LOAD, PREFILL, DRAFTER_PREFILL = "load", "prefill chunk", "drafter prefill"
 VERIFY, ACCEPT, UPDATE, DRAFT = "verify", "accept", "drafter update", "draft"

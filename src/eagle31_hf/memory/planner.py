@@ -26,8 +26,8 @@ from .cards import CARDS, GIB, Card, find_card
 from .drafter_facts import DrafterFacts, drafter_to_plan, read_drafter
 from .ledger import CACHE_TYPES, DRAFTER_PRECISIONS, MemorySettings, captures_steps
 from .plan import Alternative, MemoryPlan
-from .quantization_schemes import SCHEMES, Quantization
 from .target_facts import TargetFacts, read_target
+from .weights import SCHEMES, Quantization
 
 LOADABLE_DRAFTER_PRECISIONS = ("full", "int8", "nf4")
 """Drafter precisions `Eagle31Drafter.from_pretrained` loads, by acceptance, best first (docs/memory.md)."""

@@ -19,8 +19,17 @@ from ..checkpoints.hub import can_be_hub_id
 from ..errors import MemoryPlanError, first_line
 from .dry_run import DryRun, dry_run
 from .known_targets import close_names, find_known_target, known_targets
-from .quantization_schemes import AS_STORED, SCHEMES, Quantization, packed_as_stored, scheme
-from .weight_bytes import WeightBytes, count_weights, storage_bytes, weight_inventory
+from .weights import (
+    AS_STORED,
+    SCHEMES,
+    Quantization,
+    WeightBytes,
+    count_weights,
+    packed_as_stored,
+    scheme,
+    storage_bytes,
+    weight_inventory,
+)
 
 _REQUIRED_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _FINGERPRINT_FIELDS = (*_REQUIRED_FIELDS, "model_type", "intermediate_size", "num_key_value_heads", "head_dim",
