@@ -51,7 +51,7 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
         stats.fall_back(warm_up_for(call))
     drafts = drafting_of(call, stats)
     request = _request(call, drafts, padding, carried, stats)
-    if not any(drafts.why in told for told in stats.fallbacks):  # compiling just now may have said so
+    if not any(drafts.why in why for why in stats.fallbacks):  # compiling just now may have said so
         stats.fall_back(drafts.why)
     decoder = SpeculativeDecoder(call.drafter, request)
     recovering = RecoveringDecoder(decoder)
@@ -128,7 +128,7 @@ def _streaming(streamer: Any) -> Callable[[int, list[int]], None]:
 
 
 def _carried_cache(call: Call, padding: list[int], stats: SpeculationStats) -> CarriedCache | None:
-    """What the cache brings from the last turn and takes to the next; `None` if nobody would get it.
+    """What the cache brings from the last turn and takes to the next; `None` if the caller would not get it.
 
     Raises:
         UnsupportedGenerationError: the cache has content that cannot be told from padding, or does not fit the prompt.

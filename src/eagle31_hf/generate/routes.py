@@ -319,11 +319,11 @@ def _check_width(drafter: Eagle31Drafter) -> None:
 def _check_without_drafter(assistant: Assistant) -> None:
     """Settings of a network that is not there are not silently left out."""
     settings = assistant.generation_config
-    told = {name: getattr(settings, name) for name in ("draft_tree_size", "draft_min_confidence", "draft_window")}
-    told["draft_top_k"] = settings.draft_top_k if (settings.draft_top_k or 1) > 1 else None
+    given = {name: getattr(settings, name) for name in ("draft_tree_size", "draft_min_confidence", "draft_window")}
+    given["draft_top_k"] = settings.draft_top_k if (settings.draft_top_k or 1) > 1 else None
     if settings.num_assistant_tokens_schedule == "pid":
-        told["num_assistant_tokens_schedule"] = settings.num_assistant_tokens_schedule
-    asked = [f"{name}={value!r}" for name, value in told.items() if value is not None]
+        given["num_assistant_tokens_schedule"] = settings.num_assistant_tokens_schedule
+    asked = [f"{name}={value!r}" for name, value in given.items() if value is not None]
     if asked:
         raise ConfigurationError(
             f"got {', '.join(asked)}, but there is no drafter: what the text repeats is drafted as chains, of up to "

@@ -114,7 +114,7 @@ class DecodingRequest:
         return None if self.noise is None else self.noise.window(batch.rows, batch.written, count)
 
     def seen_before(self, batch: RoundBatch) -> Tensor | None:
-        """Which tokens each row has, `(B, V)`; `None` where nobody asks."""
+        """Which tokens each row has, `(B, V)`; `None` where no processor asks."""
         return None if self.seen is None else self.seen.of(batch.rows, self.sequences.new)
 
 
@@ -393,7 +393,7 @@ class SpeculativeDecoder:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether somebody needs caches that are up to date with the text."""
+        """Whether caches that are up to date with the text are still needed."""
         return bool(self.unfinished_rows()) or self.request.carried is not None
 
     def _after_round(self) -> None:
@@ -414,7 +414,7 @@ class SpeculativeDecoder:
         self.rows = [self.rows[b] for b in staying]  # first: caches that do not follow are known by it
         self.round.select_rows(staying)
 
-    # --- scores that somebody wants ------------------------------------------------------------------------------
+    # --- scores that the call wants ------------------------------------------------------------------------------
 
     def _collect_scores(self, accepted: Accepted, logits: Tensor, paths: list[list[int]], batch: RoundBatch) -> None:
         scores = accepted.scores

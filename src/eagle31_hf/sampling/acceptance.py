@@ -110,7 +110,7 @@ def accept_tree_walk(tree: DraftTree, choose: Choose, rows: Sequence[int], ends:
         choose: asked once per level, for all rows that still go down.
         rows: that are asked about; of the others nothing but the root is accepted, with a bonus of 0.
         ends: after the end of a row's text nothing more is asked about it; the last token is then its bonus, drafted or
-            not. `None`: whoever writes the text cuts it.
+            not. `None`: the text is cut when it is written.
     """
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     longest, device = tree.max_depth + 1, tree.tokens.device

@@ -48,7 +48,7 @@ def choose(scores: Tensor, noise: Tensor) -> Tensor:
         scores: processed scores, float32.
         noise: exponential, of the same shape.
 
-    A row whose scores are no numbers gives `V`, which is no token: whoever reads it raises.
+    A row whose scores are no numbers gives `V`, which is no token: reading it is an error.
     """
     best = (scores.softmax(-1) / noise.to(scores.device)).max(-1)
     return torch.where(best.values.isnan(), scores.shape[-1], best.indices)
@@ -112,7 +112,7 @@ class PositionNoise:
         """Leave the generator where `generate` leaves it after so many positions.
 
         Returns:
-            Whether nobody else has taken random numbers from it meanwhile. If somebody has, it is left as it is.
+            Whether nothing else has taken random numbers from it meanwhile. If something has, it is left as it is.
         """
         if self._left is None:
             return True

@@ -179,7 +179,7 @@ class ScoreProcessing:
 
     def fork(self) -> ScoreProcessing:
         """The same processors, copies of those `in_order`: what these are shown the originals never see."""
-        assert self.can_fork, "somebody keeps state that cannot be copied"
+        assert self.can_fork, "a processor keeps state that cannot be copied"
         copies = [_fork(each) if self._moves(each) else each for each in self.processors]
         return ScoreProcessing(LogitsProcessorList(copies))
 
@@ -269,12 +269,8 @@ def _changed(processor: Any, **attributes: Any) -> Any:
     return view
 
 
-def processing_of(model: Any, **told: Any) -> ScoreProcessing:
-    """What `model.generate` makes of its generation config and of what it is `told`.
-
-    Args:
-        told: keyword arguments of `generate` beside prompts and lengths.
-    """
+def processing_of(model: Any, **kwargs: Any) -> ScoreProcessing:
+    """What `model.generate` makes of its generation config and of `kwargs`, beside prompts and lengths."""
     seen: list[Any] = []
 
     def note(_model: Any, input_ids: Tensor, logits_processor: Any, **_others: Any) -> Tensor:
@@ -283,12 +279,12 @@ def processing_of(model: Any, **told: Any) -> ScoreProcessing:
 
     ids = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
     ends = {"max_new_tokens": 1, "pad_token_id": 0}
-    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), custom_generate=note, **ends, **told)
+    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), custom_generate=note, **ends, **kwargs)
     return ScoreProcessing(seen[0])
 
 
 def sampling_options(temperature: float) -> dict[str, Any]:
-    """What `generate` is told to write at this temperature; 0 is greedy."""
+    """Arguments of `generate` for this temperature; 0 is greedy."""
     return {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
 
 
