@@ -38,10 +38,10 @@ def test_a_conversation_with_commands():
 
 
 def test_a_plan_is_shown_before_anything_is_loaded_and_kept_to():
-    out = chat(QUESTION, arguments=["--memory", "auto", "--context", "256"]).stdout
-    assert out.count("256 (longest that fits") == 1
-    assert out.index("longest that fits") < out.index("lists commands")
-    assert "read 17 of 17" in " ".join(out.split())
+    out = " ".join(chat(QUESTION, arguments=["--memory", "auto", "--context", "256"]).stdout.split())
+    assert out.count("context 256 tokens") == 1
+    assert out.index("context 256 tokens") < out.index("lists commands")
+    assert "read 17 of 17" in out
 
 
 @pytest.mark.parametrize("shows", [True, False])

@@ -21,10 +21,9 @@ from ..errors import ConfigurationError, Eagle31Error, removal
 from ..serving.session import Answer, ChatSession, Piece
 from . import terminal
 from .option_groups import expand_options
-from .options import WIDTH, TracebackOption, error_line, make_console, readable_errors
+from .options import TracebackOption, error_line, make_console, readable_errors
 from .pairs import Drafting, PairSource, load_pair
 from .plan import print_decision
-from .wrapped_writer import WrappedWriter
 
 HISTORY = "chat_history"
 PROMPT, LABEL = "you › ", "  ‹ "
@@ -179,8 +178,8 @@ class _AnswerView:
 
     def __init__(self, console: Console, *, colour: bool, thoughts: bool):
         self._console, self._colour, self._thoughts = console, colour, thoughts
-        self._writer: WrappedWriter | None = None
-        self._thinking: WrappedWriter | None = None
+        self._writer: terminal.StreamedText | None = None
+        self._thinking: terminal.StreamedText | None = None
         self._folded = 0  # words thought and not shown
 
     def add(self, piece: Piece) -> None:
@@ -192,7 +191,7 @@ class _AnswerView:
             if not text:
                 return
             self._end_thought()
-            self._writer = WrappedWriter(self._console, WIDTH, LABEL, len(LABEL))
+            self._writer = terminal.StreamedText(self._console, LABEL)
             piece = Piece(text, piece.drafted, piece.thought)
         self._writer.add(piece.text, terminal.ACCEPTED_STYLE if self._colour and piece.drafted else "")
 
@@ -203,7 +202,7 @@ class _AnswerView:
 
     def _add_thought(self, text: str) -> None:
         if self._thoughts:
-            self._thinking = self._thinking or WrappedWriter(self._console, WIDTH, LABEL, len(LABEL))
+            self._thinking = self._thinking or terminal.StreamedText(self._console, LABEL)
             self._thinking.add(text, THOUGHT_STYLE)
             return
         self._folded += len(text.split())

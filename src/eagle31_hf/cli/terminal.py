@@ -13,10 +13,31 @@ from transformers.generation.streamers import BaseStreamer
 from ..measure.bench import Measured
 from ..stats import SpeculationStats
 from ..texts.decoder import IncrementalDecoder
-from .options import WIDTH, count
-from .wrapped_writer import WrappedWriter
+from .options import count
 
 ACCEPTED_STYLE = "green"
+
+
+class StreamedText:
+    """Text on a console as it comes, which the terminal wraps.
+
+    Args:
+        console: where to write.
+        label: written before the text, with its first piece: what is logged until then has lines of its own.
+    """
+
+    def __init__(self, console: Console, label: str = ""):
+        self._console, self._label = console, label
+
+    def add(self, text: str, style: str = "") -> None:
+        """Write on."""
+        if text:
+            self._console.print(Text(self._label, "dim"), Text(text, style), sep="", end="", soft_wrap=True)
+            self._label = ""
+
+    def end(self) -> None:
+        """End the line."""
+        self._console.print()
 
 
 class AcceptanceStreamer(BaseStreamer):
@@ -27,14 +48,14 @@ class AcceptanceStreamer(BaseStreamer):
 
     Args:
         tokenizer: the target's.
-        console: where to write; lines are wrapped at words to its width.
+        console: where to write.
         label: written before the text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console, label: str = ""):
         self._decoder = IncrementalDecoder(tokenizer)
         self._prompt_seen = False
-        self._writer = WrappedWriter(console, WIDTH, label)
+        self._writer = StreamedText(console, label)
 
     def put(self, value: Tensor) -> None:
         """Take the prompt (first call, not shown) or one round's tokens, `(n,)` or `(1, n)`."""
