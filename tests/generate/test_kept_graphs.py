@@ -488,7 +488,7 @@ BARE_DRAWS: dict[str, Any] = {"do_sample": True, "top_k": 0}
 @pytest.mark.parametrize(
     ("largest_held", "compiled", "how"),
     [
-        pytest.param(graphs.FROZEN_BYTES, {"advance"}, BARE_DRAWS, id="held, drawn"),
+        pytest.param(kept_folder.FROZEN_BYTES, {"advance"}, BARE_DRAWS, id="held, drawn"),
         pytest.param(0, {"verify", "advance"}, GREEDY, id="lent, greedy", marks=pytest.mark.thorough),
     ],
 )
@@ -499,7 +499,7 @@ def test_compiled_packages(
     """With the compiler, weights held and lent; few graphs, since each package is compiled for a quarter of a minute
     and more. A round's end does what the drafter's other graphs do."""
     monkeypatch.undo()
-    monkeypatch.setattr(graphs, "FROZEN_BYTES", largest_held)
+    monkeypatch.setattr(kept_folder, "FROZEN_BYTES", largest_held)
     monkeypatch.setattr(kept_folder.CompilesAhead, "can_make", lambda _, key: key.kind in compiled and key.size > 1)
     monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(tmp_path))
     pair = make_pair(draft_vocab_size=40)

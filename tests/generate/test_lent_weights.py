@@ -26,7 +26,6 @@ from kept_pairs import (
 )
 
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from eagle31_hf.graphs import graphs
 from eagle31_hf.graphs.ahead import kept as kept_folder
 from eagle31_hf.loop.pair import Pair
 
@@ -35,7 +34,7 @@ from eagle31_hf.loop.pair import Pair
 def kept_pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with this pair's graphs as pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "FROZEN_BYTES", 0)
+        patch.setattr(kept_folder, "FROZEN_BYTES", 0)
         return keep_graphs(tmp_path_factory.mktemp("kept") / "cache", patch)
 
 
@@ -43,7 +42,7 @@ def kept_pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lent(kept_pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle31Drafter:
     """The pair as one too large for graphs that hold its weights, and its graphs as pieces."""
     monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(graphs, "FROZEN_BYTES", 0)
+    monkeypatch.setattr(kept_folder, "FROZEN_BYTES", 0)
     leave_the_compiler_out(monkeypatch)
     shutil.copytree(kept_pieces, kept_folder.cache_folder())
     return make_pair()
@@ -72,11 +71,11 @@ def test_a_layer_is_kept_once(lent: Eagle31Drafter) -> None:
 def test_graphs_share_packed_weights(lent: Eagle31Drafter) -> None:
     write(lent)
     graphs_of_pair = Pair.of(lent).graphs
-    packed = graphs_of_pair.cutter.weights
+    packed = graphs_of_pair.ahead.cutter.weights
     after_one = packed.nbytes
     assert after_one > 0
     write(lent, 1)
-    assert packed is Pair.of(lent).graphs.cutter.weights
+    assert packed is Pair.of(lent).graphs.ahead.cutter.weights
     assert packed.nbytes == after_one
 
 

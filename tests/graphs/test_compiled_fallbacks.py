@@ -84,7 +84,7 @@ def test_graphs_go_when_weights_change() -> None:
     weight = drafter.binding.model.model.layers[1].self_attn.q_proj.weight
     for change in (lambda: weight.requires_grad_(False).mul_(2), lambda: weight.data.add_(0.01)):
         steps = current_graphs(drafter)
-        assert steps.settings
+        assert steps.copied_bytes
         assert current_graphs(drafter) is steps
         change()
         assert current_graphs(drafter) is not steps
@@ -93,7 +93,7 @@ def test_graphs_go_when_weights_change() -> None:
 def test_large_weights_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "PACKED_BYTES", 0)
     drafter = pair_of("llama")
-    assert not current_graphs(drafter).settings, "every graph would hold a copy"
+    assert not current_graphs(drafter).copied_bytes
 
 
 def test_graphs_are_not_copied_with_their_target() -> None:

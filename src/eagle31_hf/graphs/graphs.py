@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from ..cache.kept_buffers import KeptBuffers
 from ..drafter.assistant import Assistant
 from ..errors import named_line
-from .ahead.packages import freezing
-from .ahead.packed_weights import PackedWeights
-from .ahead.pieces import LayerCutter
 from .seen import ModelState, SeenWeights, weights_of
 from .steps import GraphKey, GraphMaker, OtherInputsError, RecordingFailedError, Step
 
@@ -34,10 +31,6 @@ MOST_STATES = 2
 
 PACKED_BYTES = 2**30
 """Weights of target and drafter up to which graphs for a CPU read packed ones: a copy that all graphs share."""
-
-FROZEN_BYTES = 2**26
-"""Weights up to which each graph is compiled whole around a packed copy of its own: of small products, calling one
-takes a good part, and compiled into the graph they are not called."""
 
 
 @dataclass
@@ -58,30 +51,23 @@ class Graphs:
         state: of the target that graphs are made for.
 
     Attributes:
-        settings: of inductor, if every graph has a packed copy of its weights built in; else empty.
-        cutter: cuts steps into layers that are compiled one for all and read weights packed once; `None`: they are
-            compiled whole. Without either, products read weights as they are.
+        copied_bytes: of weights that graphs for a CPU may hold copies of; 0 if they may not.
+        ahead: what these graphs share of the weights (`ahead.kept`).
         maker: makes those that are not there yet; see `made_by`.
         kept: keys and values over which steps were captured, for the next text.
-        digest: of all weights, once somebody has computed it.
     """
 
     def __init__(self, drafter: Assistant, weights: list[Tensor], state: ModelState):
-        binding = drafter.binding
         num_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in weights}.values())  # some are shared
         are_plain = all(tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) for tensor in weights)
-        packs = are_plain and num_bytes <= PACKED_BYTES
-        freezes = packs and num_bytes <= FROZEN_BYTES
-        self.weights = SeenWeights(weights, by_content=packs)
+        self.copied_bytes = num_bytes if are_plain and num_bytes <= PACKED_BYTES else 0
+        self.weights = SeenWeights(weights, by_content=self.copied_bytes > 0)
         self._of_states = [_OfState(state)]  # the last one used comes last
-        self.settings: Mapping[str, Any] = freezing(binding.compute_dtype) if freezes else {}
-        self.cutter: LayerCutter | None = None
-        if packs and not freezes:
-            self.cutter = LayerCutter({type(layer) for layer in binding.layers}, PackedWeights(weights))
-        self.maker, self.kept, self.digest = GraphMaker(), KeptBuffers(), ""
+        self.maker, self.kept = GraphMaker(), KeptBuffers()
+        self.ahead: Any = None
         self._reasons: list[str] = []
         self._at_work = self._of_states[0]
-        devices = set(getattr(binding.model, "hf_device_map", {}).values())
+        devices = set(getattr(drafter.binding.model, "hf_device_map", {}).values())
         if len(devices) > 1:
             self.disabled_reason = f"the target is spread over {len(devices)} devices, steps stay eager"
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,15 +26,21 @@ from ... import __version__
 from ...drafter.assistant import Assistant
 from ...drafter.drafter import Eagle31Drafter
 from ..graphs import PACKED_BYTES, Graphs
-from ..seen import ModelState
+from ..seen import ModelState, weights_of
 from ..steps import GraphKey, GraphMaker, Step
 from ..verify import why_states_are_eager
 from .compiler_processes import CompilerProcesses
-from .packages import GraphPackages, name_of, tensors_by_name, tensors_of
+from .packages import GraphPackages, freezing, name_of, tensors_by_name, tensors_of
+from .packed_weights import PackedWeights
+from .pieces import LayerCutter
 
 CACHE_VARIABLE = "EAGLE31_CACHE"
 FORMAT = 4
 """Counted up when steps take other inputs, or files say something else: packages of before are not theirs."""
+
+FROZEN_BYTES = 2**26
+"""Weights up to which each graph is compiled whole around a packed copy of its own: of small products, calling one
+takes a good part, and compiled into the graph they are not called."""
 
 LENT_WEIGHTS = "weights-lent"
 """Folder of graphs that serve whatever weights a pair of these shapes has."""
@@ -49,7 +55,7 @@ def refusal(drafter: Assistant, graphs: Graphs) -> str:
         return why
     if device != "cpu":
         return f"it runs on {device}, and graphs are kept for a CPU alone"
-    if not graphs.settings and graphs.cutter is None:
+    if not graphs.copied_bytes:
         return f"its weights are quantized, or take more than {PACKED_BYTES >> 20} MiB, and graphs read a copy of them"
     if drafter.binding.rotates_alike_up_to is not None:
         return "what its positions are rotated by depends on the text's length, and graphs on disk would not look"
@@ -73,10 +79,34 @@ def graphs_folder() -> Path:
 
 def packages_of(drafter: Assistant, graphs: Graphs) -> GraphPackages:
     """Those of this pair. Graphs that hold weights have a folder for each state these were ever in."""
-    folder = pair_folder(drafter, graphs.state)
-    own = folder / (weights_digest(drafter, graphs) if graphs.settings else LENT_WEIGHTS)
-    models = nn.ModuleList([drafter.binding.model, drafter])
-    return GraphPackages(own, models, graphs.cutter, graphs.settings)
+    if graphs.ahead is None:
+        graphs.ahead = SharedWeights(drafter, graphs.copied_bytes)
+    folder, shared = pair_folder(drafter, graphs.state), graphs.ahead
+    return GraphPackages(folder / shared.folder, shared.models, shared.cutter, shared.settings)
+
+
+class SharedWeights:
+    """How packages of a pair come by its weights; as long as these stay as they are.
+
+    Attributes:
+        models: whose they are.
+        settings: of inductor, if every package has a copy of its own built in; else empty.
+        cutter: cuts steps into layers that are compiled one for all and read weights packed once; `None`: each package
+            has a copy.
+        folder: for each state that held weights were ever in; one for all that are lent.
+    """
+
+    def __init__(self, drafter: Assistant, num_bytes: int):
+        binding, holds = drafter.binding, num_bytes <= FROZEN_BYTES
+        self.models = nn.ModuleList([binding.model, drafter])
+        self.settings: Mapping[str, Any] = freezing(binding.compute_dtype) if holds else {}
+        self.cutter: LayerCutter | None = None
+        if not holds:
+            packed = PackedWeights(weights_of(binding.model, drafter))
+            self.cutter = LayerCutter({type(layer) for layer in binding.layers}, packed)
+        if isinstance(drafter, Eagle31Drafter):
+            _ = drafter.draft_ids  # a tensor that is made when it is first asked for: it counts whenever that was
+        self.folder = weights_digest(self.models) if holds else LENT_WEIGHTS
 
 
 def pair_folder(drafter: Assistant, state: ModelState) -> Path:
@@ -97,17 +127,13 @@ def pair_folder(drafter: Assistant, state: ModelState) -> Path:
     return graphs_folder() / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
 
 
-def weights_digest(drafter: Assistant, graphs: Graphs) -> str:
-    """Of all weights, bit for bit; a second or two for a gigabyte, once as long as they do not change."""
-    if not graphs.digest:
-        digest = hashlib.blake2b(digest_size=16)
-        if isinstance(drafter, Eagle31Drafter):
-            _ = drafter.draft_ids  # a tensor that is made when it is first asked for: it counts whenever that was
-        for name, tensor in tensors_by_name(nn.ModuleList([drafter.binding.model, drafter])).items():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-        graphs.digest = digest.hexdigest()
-    return graphs.digest
+def weights_digest(models: nn.ModuleList) -> str:
+    """Of all weights, bit for bit; a second or two for a gigabyte."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors_by_name(models).items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _digest_of_config(config: PreTrainedConfig) -> str:
