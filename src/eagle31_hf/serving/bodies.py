@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -278,17 +278,16 @@ class Body(BaseModel):
     def _constraints(self) -> list[Constraint]:
         return self.structured_outputs.constraints
 
-    @cached_property
+    @property
     def constraint(self) -> Constraint | None:
         """What the text has to follow, whichever field says so."""
-        if len(asked := self._constraints) > 1:
-            fields = " and ".join(each.field for each in asked)
-            raise ApiError(f"got {fields}; a text can follow one of them: leave the others out", param=asked[-1].field)
-        return asked[0] if asked else None
+        return next(iter(self._constraints), None)
 
     def check(self) -> None:
         """Refuse fields that contradict each other."""
-        _ = self.constraint
+        if len(asked := self._constraints) > 1:
+            fields = " and ".join(each.field for each in asked)
+            raise ApiError(f"got {fields}; a text can follow one of them: leave the others out", param=asked[-1].field)
 
 
 class ChatBody(Body):

@@ -259,28 +259,22 @@ def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> 
         )
     if binding.batch_unsupported_reason:
         settings = replace(settings, max_rows=1)
-    if binding.most_positions is not None and binding.most_positions < settings.context:
+    longest, why = binding.most_positions or settings.context, "the target's positions end"
+    if (limit := binding.rotates_alike_up_to) is not None:
+        shape = largest_shape(drafter) if settings.max_rows == 1 else batch_shape(drafter)
+        if limit - shape.depth < 2:
+            raise UnsupportedGenerationError(
+                f"this target rotates all positions of a text in another way behind {limit} tokens (rope scaling), and "
+                "texts of so few cannot be served side by side"
+            )
+        if limit - shape.depth < longest:
+            longest, why = limit - shape.depth, f"behind {limit} the target rotates all positions in another way"
+    if longest < settings.context:
         logger.warning(
-            "eagle31: texts of up to %d tokens are served: the target's positions end", binding.most_positions
-        )
-        settings = replace(settings, context=binding.most_positions)
-    limit = binding.rotates_alike_up_to
-    if limit is None:
-        return settings
-    shape = largest_shape(drafter) if settings.max_rows == 1 else batch_shape(drafter)
-    room = limit - shape.depth
-    if room < 2:
-        raise UnsupportedGenerationError(
-            f"this target rotates all positions of a text in another way behind {limit} tokens (rope scaling), and "
-            "texts of so few cannot be served side by side"
-        )
-    if settings.context > room:
-        logger.warning(
-            "eagle31: texts of up to %d tokens are served instead of %d: behind %d the target rotates all positions in "
-            "another way (rope scaling), which texts written beside a longer one would feel",
-            room, settings.context, limit,
+            "eagle31: texts of up to %d tokens are served instead of %d: %s", longest, settings.context, why
         )  # fmt: skip
-    return replace(settings, context=min(settings.context, room))
+        settings = replace(settings, context=longest)
+    return settings
 
 
 def end_tokens(drafter: Assistant, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

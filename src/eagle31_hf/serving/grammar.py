@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -80,14 +80,13 @@ class GrammarCompiler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, eos_ids: frozenset[int]):
         self._tokenizer: Any = tokenizer
         self._vocabulary, self._eos_ids = vocabulary, sorted(eos_ids)
-        self._compiled: Any = None
 
     def compile(self, kind: str, value: Any) -> Grammar:
         """Texts that are JSON by a schema (`"json"`), that a regular expression matches from end to end (`"regex"`),
         that are one of several (`"choice"`), or by a grammar in Lark's notation (`"grammar"`, in which `%json {...}`
         stands for a JSON schema).
         """
-        matcher, tokenizer = _llguidance().LLMatcher, self._llguidance_tokenizer()
+        matcher, tokenizer = _llguidance().LLMatcher, self._llguidance_tokenizer
         try:
             if kind == "json":
                 description = matcher.grammar_from_json_schema(json.dumps(with_white_space(value)))
@@ -108,12 +107,11 @@ class GrammarCompiler:
             raise ConfigurationError(f"this {what} cannot be followed: {' '.join(problem.split())}")
         return Grammar(tokenizer, description, self._vocabulary)
 
+    @cached_property
     def _llguidance_tokenizer(self) -> Any:
-        if self._compiled is None:
-            from llguidance.hf import from_tokenizer
+        from llguidance.hf import from_tokenizer
 
-            self._compiled = from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._eos_ids or None)
-        return self._compiled
+        return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._eos_ids or None)
 
 
 @lru_cache
@@ -197,11 +195,10 @@ class GrammarProcessor(stock.LogitsProcessor):
 
     def _allowed(self) -> Tensor:
         """Which of the `V` tokens may come next, on the CPU."""
-        if self._matcher.is_error():  # too large to be followed: better no text than one that does not keep to it
-            return torch.zeros(self._vocabulary, dtype=torch.bool)
-        if self._matcher.is_stopped():
+        if self._matcher.is_error() or self._matcher.is_stopped():
             allowed = torch.zeros(self._vocabulary, dtype=torch.bool)
-            allowed[self._eos_ids] = True
+            # Too large to be followed: better no text than one that does not keep to it.
+            allowed[self._eos_ids] = not self._matcher.is_error()
             return allowed
         import llguidance.torch as of_torch
 
