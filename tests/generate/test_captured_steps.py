@@ -281,10 +281,11 @@ def test_a_recording_that_is_wrong_is_given_up(
     assert "is off by" in Pair.of(pair).graphs.disabled_reason
 
 
-def test_caches_in_8_bits_are_eager(pair: Eagle31Drafter, recorder: Recorder) -> None:
+def test_caches_in_8_bits_are_eager_and_say_so(pair: Eagle31Drafter, recorder: Recorder) -> None:
     with configured(pair, cache_type="int8"):
         write(pair, **GREEDY)
     assert not recorder.recorded
+    assert "8 bits" in str(pair.stats.fallbacks)
 
 
 # --- processors that look at prefixes -----------------------------------------------------------------------------

@@ -88,10 +88,12 @@ def captured_graphs(drafter: Assistant) -> Graphs | None:
 
 def why_given_up(drafter: Assistant) -> str:
     """What keeps the graphs of this pair from being made or used, though they could be had; empty if nothing does."""
-    graphs = Pair.of(drafter).graphs
-    if graphs is None or drafter.generation_config.acceleration == "eager":
-        return ""
+    graphs, config = Pair.of(drafter).graphs, drafter.generation_config
     captures = drafter.binding.head_device.type in CAPTURES
+    if captures and config.acceleration != "eager" and config.stored_cache_type != "full":
+        return "steps are not captured over a cache in 8 bits"
+    if graphs is None or config.acceleration == "eager":
+        return ""
     why = graphs.state.why_no_graph(recorded=True) if captures else ""
     return graphs.disabled_reason or (why and f"steps are not captured: {why}")
 
