@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from eagle31_hf.graphs.cuda_capture import Recording
+from eagle31_hf.graphs.captured import Recording
 from eagle31_hf.memory.storage_counter import StorageCounter
 
 CARD = torch.device("cuda", 0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from eagle31_hf.graphs import captured
-from eagle31_hf.graphs.cuda_capture import CapturesOnCuda
+from eagle31_hf.graphs.captured import CapturesOnCuda
 from eagle31_hf.loop import kept_graphs
 from helpers import GROUPED, random_target
 from streams import Card, stand_in

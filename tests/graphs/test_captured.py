@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle31_hf.graphs.cuda_capture import CapturesOnCuda, ForbidsHostWaits, HostWaitError
+from eagle31_hf.graphs.captured import CapturesOnCuda, ForbidsHostWaits, HostWaitError
 from streams import Card, Stream, stand_in
 
 
