@@ -20,7 +20,7 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.memory import MemoryPlan, plan_memory
 from eagle31_hf.memory.cards import Card
 from eagle31_hf.memory.ledger import RUNNING
-from eagle31_hf.memory.storage_counter import StorageCounter
+from eagle31_hf.memory.dry_run import StorageCounter
 from eagle31_hf.memory.weights import SCHEMES, storage_bytes
 from helpers import left_padded
 

@@ -18,7 +18,7 @@ from eagle31_hf.graphs.captured import CapturedStep
 from eagle31_hf.loop import kept_graphs
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.memory.cards import measure_card
-from eagle31_hf.memory.storage_counter import StorageCounter
+from eagle31_hf.memory.dry_run import StorageCounter
 from families import RECURRENT_FAMILIES, recurrent_target
 from helpers import (
     CONFIGS,

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from eagle31_hf.graphs.captured import Recording
-from eagle31_hf.memory.storage_counter import StorageCounter
+from eagle31_hf.memory.dry_run import StorageCounter
 
 CARD = torch.device("cuda", 0)
 MULTIPROCESSORS = 128

@@ -33,7 +33,7 @@ from eagle31_hf.memory.ledger import (
     recorded_lengths,
     workspace_bytes,
 )
-from eagle31_hf.memory.storage_counter import StorageCounter
+from eagle31_hf.memory.dry_run import StorageCounter
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.memory.weights import storage_bytes
 

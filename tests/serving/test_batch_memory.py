@@ -6,7 +6,7 @@ from batches import read_in_pieces, text_of
 
 from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair
 from eagle31_hf.cli.serve import READING_ROWS
-from eagle31_hf.memory.storage_counter import StorageCounter
+from eagle31_hf.memory.dry_run import StorageCounter
 from eagle31_hf.serving.batch import Batch
 from peak_runs import StorageMeter
 
