@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.memory import MemoryPlan, plan_memory
 from eagle31_hf.memory.cards import Card
-from eagle31_hf.memory.ledger import RUNNING
 from eagle31_hf.memory.dry_run import StorageCounter
+from eagle31_hf.memory.ledger import RUNNING
 from eagle31_hf.memory.weights import SCHEMES, storage_bytes
 from helpers import left_padded
 

@@ -25,6 +25,7 @@ from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.graphs.verify import CompiledVerification
 from eagle31_hf.memory.cards import find_card
 from eagle31_hf.memory.drafter_facts import read_drafter
+from eagle31_hf.memory.dry_run import StorageCounter
 from eagle31_hf.memory.ledger import (
     BETWEEN,
     LedgerTerm,
@@ -33,7 +34,6 @@ from eagle31_hf.memory.ledger import (
     recorded_lengths,
     workspace_bytes,
 )
-from eagle31_hf.memory.dry_run import StorageCounter
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.memory.weights import storage_bytes
 

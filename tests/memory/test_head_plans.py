@@ -16,8 +16,8 @@ from eagle31_hf.errors import CheckpointFormatError, MemoryPlanError
 from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.cards import GIB, Card
 from eagle31_hf.memory.drafter_facts import DrafterFacts, read_drafter
-from eagle31_hf.memory.ledger import RUNNING
 from eagle31_hf.memory.dry_run import StorageCounter
+from eagle31_hf.memory.ledger import RUNNING
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.memory.weights import SCHEMES, storage_bytes
 from mtp_targets import FAMILIES, target_with_head

@@ -9,8 +9,8 @@ from random_pair import SIZES, random_target
 from eagle31_hf import NoDrafter
 from eagle31_hf.memory import MemoryPlan
 from eagle31_hf.memory.cards import GIB, Card
-from eagle31_hf.memory.ledger import RUNNING
 from eagle31_hf.memory.dry_run import StorageCounter
+from eagle31_hf.memory.ledger import RUNNING
 from eagle31_hf.memory.weights import storage_bytes
 from peak_runs import RUNS, AllocatorMeter, PeakRun, measure_peak, planned_drafter, ragged_prompts, runs_on, write
 

@@ -31,8 +31,8 @@ from eagle31_hf.drafter.modeling_eagle31 import Eagle31Network
 from eagle31_hf.loop.prefill import ChunkedPrefill
 from eagle31_hf.memory.cards import Card
 from eagle31_hf.memory.drafter_facts import drafter_facts
-from eagle31_hf.memory.ledger import DRAFTER_PREFILL, PREFILL, VERIFY, MemorySettings, build_ledger
 from eagle31_hf.memory.dry_run import StorageCounter
+from eagle31_hf.memory.ledger import DRAFTER_PREFILL, PREFILL, VERIFY, MemorySettings, build_ledger
 from eagle31_hf.memory.target_facts import dry_run_of, read_target
 from eagle31_hf.memory.weights import SCHEMES
 from eagle31_hf.targets.binding import CACHE_ARGUMENT

@@ -19,10 +19,10 @@ from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.memory.apply_plan import plan_of_run
 from eagle31_hf.memory.cards import Card
 from eagle31_hf.memory.drafter_facts import read_drafter
+from eagle31_hf.memory.dry_run import StorageCounter
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import BETWEEN, PREFILL, VERIFY, LedgerTerm, MemorySettings, build_ledger, captures_steps
 from eagle31_hf.memory.planner import plan_memory
-from eagle31_hf.memory.dry_run import StorageCounter
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from eagle31_hf.targets.grouped_attention import attending_grouped
