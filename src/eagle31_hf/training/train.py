@@ -60,6 +60,8 @@ from .writing import own_temperature, require_disk
 
 __all__ = ["StageResult", "TrainingReport", "TrainingSettings", "train_drafter"]
 
+OBJECTIVES = {"1": DistillationModel, "2": AcceptanceModel}
+"""By stage: the module that the trainer asks for a loss."""
 STAGE_TWO_RATE = 0.1
 """Of the learning rate, in stage 2."""
 WARMUP_SHARE = 0.03
@@ -130,8 +132,7 @@ class _Run:
         dataset = PackedDocuments(documents.documents, settings.max_length, seed=settings.seed)
         if settings.stage == "2":
             require_stage_two(self.target, documents.documents, settings.temperature)
-        kind = DistillationModel if settings.stage == "1" else AcceptanceModel
-        model = kind(drafter, steps=settings.ttt_steps, gradient_checkpointing=settings.gradient_checkpointing)
+        model = OBJECTIVES[settings.stage](drafter, steps=settings.ttt_steps, gradient_checkpointing=settings.gradient_checkpointing)
         known = self._known_texts(drafter, prompts)
         with self.console.status("timing a step and a measurement"):
             plan = self._plan(model, dataset, documents, coverage, known, len(prompts))
