@@ -43,7 +43,7 @@ COMMANDS = {
     ),
     "train": (
         MAKE,
-        "Make a drafter for a target: let it write, distil, improve acceptance, publish. Prints its plan first.",
+        "Make a drafter for a target: the target writes, the drafter learns and is measured. Prints its plan first.",
     ),
     "mtp": (MAKE, "Take the MTP head out of a target, or put it back into a fine-tune that was saved without it."),
     "inspect": (MAKE, "Tell what a drafter checkpoint is, from its headers alone."),

@@ -132,7 +132,9 @@ class _Run:
         dataset = PackedDocuments(documents.documents, settings.max_length, seed=settings.seed)
         if settings.stage == "2":
             require_stage_two(self.target, documents.documents, settings.temperature)
-        model = OBJECTIVES[settings.stage](drafter, steps=settings.ttt_steps, gradient_checkpointing=settings.gradient_checkpointing)
+        model = OBJECTIVES[settings.stage](
+            drafter, steps=settings.ttt_steps, gradient_checkpointing=settings.gradient_checkpointing
+        )
         known = self._known_texts(drafter, prompts)
         with self.console.status("timing a step and a measurement"):
             plan = self._plan(model, dataset, documents, coverage, known, len(prompts))
