@@ -311,7 +311,7 @@ def test_a_plan_is_kept_to_its_card() -> None:
         ({"card": "RTX 4900"}, r"RTX 4090.*known"),
         ({"card": "4060 Ti"}, "did you mean"),  # sold with 8 GB, too: no guessing
         ({"card": 12}, "12 bytes"),
-        ({"quantization": "int3"}, "known: bf16"),
+        ({"quantization": "int3"}, "known: 4bit, 8bit, bf16"),
         ({"context": 0}, "context=0"),
         ({"context": -5}, "context=-5"),
         ({"context": 10**12}, "context=1000000000000"),

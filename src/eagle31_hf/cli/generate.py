@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
@@ -134,16 +135,15 @@ class Shown:
 
 def _show(pair: LoadedPair, shown: Shown, json_path: Path | None) -> None:
     """Streamed answers, then the table; what `demo` and `generate` share."""
-    console = make_console(record=shown.svg is not None)
+    console = make_console()
     tasks = [Task(prompt, encode(pair, list(prompt.messages))["input_ids"][0]) for prompt in shown.prompts]
     record: dict[str, Any] = {**origin(pair.drafter.binding), "target": pair.name}
     if pair.plan is not None:
         record["plan"] = pair.plan.to_dict()
-    for task in tasks[: shown.streamed]:
-        _stream(console, pair, task, shown)
+    lines = [line for task in tasks[: shown.streamed] for line in _stream(console, pair, task, shown)]
     console.print()
     console.print(terminal.legend())
-    write_svg(shown.svg, console, "eagle31 demo")
+    write_svg(shown.svg, [*lines, terminal.legend()], "eagle31 demo")
     assert pair.drafter.stats is not None, "an answer has been written"
     record["stats"] = pair.drafter.stats.to_dict()
     if shown.compare:
@@ -160,16 +160,22 @@ def was_written_by_kept_graphs(drafter: Eagle31Drafter) -> bool:
     return graphs is not None and bool(graphs.keys) and kept_packages(drafter) is not None
 
 
-def _stream(console: Console, pair: LoadedPair, task: Task, shown: Shown) -> None:
+def _stream(console: Console, pair: LoadedPair, task: Task, shown: Shown) -> list[Text]:
+    """Show a prompt and its answer as it comes; what was shown."""
     console.print()
     has_roles = bool(pair.tokenizer.chat_template)  # a base model goes on with the text as it is
-    for message in task.prompt.messages:
-        console.print((f"{message['role']}: " if has_roles else "") + message["content"], style="dim", markup=False)
+    messages = [
+        Text((f"{message['role']}: " if has_roles else "") + message["content"], style="dim")
+        for message in task.prompt.messages
+    ]
+    for message in messages:
+        console.print(message)
     streamer = terminal.AcceptanceStreamer(pair.tokenizer, console, label="assistant: " if has_roles else "… ")
     target: Any = pair.target
     how = {"max_new_tokens": shown.new_tokens, **sampling_options(shown.temperature), "streamer": streamer}
     ids = task.ids[None]
     target.generate(input_ids=ids, attention_mask=torch.ones_like(ids), assistant_model=pair.drafter, **how)
+    return [*messages, streamer.written, Text()]
 
 
 def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], settings: BenchSettings) -> Measured:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,8 @@ from .option_groups import MORE
 
 WIDTH = 100
 """Most columns that text and tables take."""
+DRAWN_WIDTH = 80
+"""Columns of a picture."""
 
 
 def writable_json(path: Path | None) -> Path | None:
@@ -81,9 +84,9 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def make_console(*, stderr: bool = False, record: bool = False) -> Console:
-    """A console no wider than our tables are made for; one that records can be drawn (`write_svg`)."""
-    made = Console(stderr=stderr, highlight=False, record=record)
+def make_console(*, stderr: bool = False) -> Console:
+    """A console no wider than our tables are made for."""
+    made = Console(stderr=stderr, highlight=False)
     made.width = min(made.width, WIDTH)
     return made
 
@@ -94,10 +97,12 @@ def write_json(path: Path | None, record: dict[str, Any]) -> None:
         _write(path, "--json", json.dumps(record, indent=2, default=str) + "\n")
 
 
-def write_svg(path: Path | None, console: Console, title: str) -> None:
-    """Draw what a recording console has shown, if a path was given. The picture loads no font from elsewhere."""
+def write_svg(path: Path | None, lines: Sequence[Text], title: str) -> None:
+    """Draw lines, wrapped at words, if a path was given. The picture loads no font from elsewhere."""
     if path is not None:
-        drawn = console.export_svg(title=title, clear=False, unique_id=title.replace(" ", "-"))
+        console = Console(record=True, file=io.StringIO(), width=DRAWN_WIDTH, highlight=False)
+        console.print(*lines, sep="\n")
+        drawn = console.export_svg(title=title, unique_id=title.replace(" ", "-"))
         _write(path, "--svg", re.sub(r" *@font-face {.*?}\n", "", drawn, flags=re.S))
 
 

@@ -24,15 +24,21 @@ class StreamedText:
     Args:
         console: where to write.
         label: written before the text, with its first piece: what is logged until then has lines of its own.
+
+    Attributes:
+        written: all of it, to be printed again.
     """
 
     def __init__(self, console: Console, label: str = ""):
         self._console, self._label = console, label
+        self.written = Text()
 
     def add(self, text: str, style: str = "") -> None:
         """Write on."""
         if text:
-            self._console.print(Text(self._label, "dim"), Text(text, style), sep="", end="", soft_wrap=True)
+            piece = Text.assemble((self._label, "dim"), (text, style))
+            self._console.print(piece, end="", soft_wrap=True)
+            self.written.append_text(piece)
             self._label = ""
 
     def end(self) -> None:
@@ -56,6 +62,11 @@ class AcceptanceStreamer(BaseStreamer):
         self._decoder = IncrementalDecoder(tokenizer)
         self._prompt_seen = False
         self._writer = StreamedText(console, label)
+
+    @property
+    def written(self) -> Text:
+        """The answer so far, coloured."""
+        return self._writer.written
 
     def put(self, value: Tensor) -> None:
         """Take the prompt (first call, not shown) or one round's tokens, `(n,)` or `(1, n)`."""
