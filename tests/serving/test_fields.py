@@ -162,12 +162,25 @@ def test_what_would_change_the_text_is_refused_by_name(served, name):
         ({"structured_outputs": {"grammar": "start: missing"}}, "grammar: this grammar cannot be followed"),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "GBNF went in 0.2.0: write the grammar in Lark's"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type: Input should be 'function'"),
         ({"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "follow one of them"),
     ],
 )
 def test_what_is_asked_wrongly_is_named(client, settings, says):
     assert says in error_of(client, 400, extra_body=settings)["message"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_allowed_tools_no_other_is_offered(mode):
+    other = {"type": "function", "function": {"name": "g"}}
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "g"}}]}
+    asked = {"model": MODEL, "messages": MESSAGES, "tools": [TOOL, other]}
+    asked["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
+    body = parse_chat(asked)
+    assert body.offered == [other]
+    assert body.forced == ([other] if mode == "required" else [])
+    allowed["tools"][0]["function"]["name"] = "h"
+    with pytest.raises(ApiError, match="names 'h'; the tools are f, g"):
+        parse_chat(asked)
 
 
 # --- messages and tools -----------------------------------------------------------------------------------------------

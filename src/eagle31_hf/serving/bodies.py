@@ -132,6 +132,16 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
+class AllowedTools(BaseModel):
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedChoice(BaseModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class JsonSchema(_Part):
     schema_: Schema = Field(alias="schema")
 
@@ -295,7 +305,7 @@ class ChatBody(Body):
 
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice = "auto"
     parallel_tool_calls: StrictBool = True
     response_format: ResponseFormat | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -340,8 +350,14 @@ class ChatBody(Body):
         choice, names = self.tool_choice, [tool.function.name for tool in self.tools]
         if not names and choice not in ("none", "auto"):
             raise ApiError("tool_choice is given without tools", param="tool_choice")
-        if isinstance(choice, NamedTool) and (name := choice.function.name) not in names:
-            raise ApiError(f"tool_choice names {name!r}; the tools are {', '.join(names)}", param="tool_choice")
+        allowed = choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else []
+        named = [tool.function.name for tool in ([choice] if isinstance(choice, NamedTool) else allowed)]
+        for name in named:
+            if name not in names:
+                raise ApiError(f"tool_choice names {name!r}; the tools are {', '.join(names)}", param="tool_choice")
+        if isinstance(choice, AllowedChoice):  # as if there were no others
+            self.tools = [tool for tool in self.tools if tool.function.name in named]
+            self.tool_choice = choice.allowed_tools.mode
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("top_logprobs is given without logprobs: true", param="top_logprobs")
