@@ -41,8 +41,6 @@ _DRAFTER_FORMULA = "hidden states + max(fc, layers)"
 ACCEPT_BYTES = 4 + 4 + 4 + 8 + 4 + 2
 """For each logit: fp32 scores before and after, a sorted copy and its ids, their sums, and which of them go, twice."""
 
-CACHE_TYPES = ("full", "int8")
-"""Those of `cache.quantized`, which imports torch."""
 DRAFTER_PRECISIONS = ("full", "int8", "nf4")
 """What a drafter's matrices may be stored as; `"full"` is the target's own dtype, in `"nf4"` the scales are packed too.
 
@@ -62,7 +60,7 @@ class MemorySettings:
         draft_top_k: children per node of a tree; `None`: as its size allows, by the rule for sizes nobody asked for.
         draft_is_usual: nobody asked for a draft. It is the largest of what is drafted then, chains or trees.
         prefill_chunk: prompt tokens per target forward.
-        cache_type: one of `CACHE_TYPES`; the target's. The drafter's one layer stays as it is.
+        cache_type: `"full"` or `"int8"`; the target's. The drafter's one layer stays as it is.
         drafter_precision: one of `DRAFTER_PRECISIONS`.
     """
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from ..cache.quantized import CACHE_TYPES
 from ..drafting.shape import (
     FIXED_DEPTH,
     LONGEST_CHAIN,
@@ -24,13 +25,10 @@ from ..drafting.shape import (
 from ..errors import MemoryPlanError, removal
 from .cards import CARDS, GIB, Card, find_card
 from .drafter_facts import DrafterFacts, drafter_to_plan, read_drafter
-from .ledger import CACHE_TYPES, DRAFTER_PRECISIONS, MemorySettings, captures_steps
+from .ledger import DRAFTER_PRECISIONS, MemorySettings, captures_steps
 from .plan import Alternative, MemoryPlan
 from .target_facts import TargetFacts, read_target
 from .weights import SCHEMES, Quantization
-
-LOADABLE_DRAFTER_PRECISIONS = ("full", "int8", "nf4")
-"""Drafter precisions `Eagle31Drafter.from_pretrained` loads, by acceptance, best first (docs/memory.md)."""
 
 PREFILL_CHUNKS = (2048, 1024, 512, 256)
 SHORT_DRAFT_TOKENS = 3
@@ -236,7 +234,7 @@ def _candidates(request: _Request) -> list[MemorySettings]:
 
     able = CACHE_TYPES if request.target.forward.takes_eight_bits else CACHE_TYPES[:1]
     caches, chunks = tried("cache_type", able), tried("prefill_chunk", PREFILL_CHUNKS)
-    precisions = tried("drafter_precision", LOADABLE_DRAFTER_PRECISIONS)
+    precisions = tried("drafter_precision", DRAFTER_PRECISIONS)
     choices = list(product(caches, precisions, _drafts(request), chunks))
     if "draft_tokens" not in asked:
         choices += product(caches, ("full",), [_Draft(0)], chunks)
