@@ -28,7 +28,9 @@ def test_a_packed_pair_answers_within_its_plan(tmp_path, monkeypatch):
         meter = StorageMeter()
         meter.loaded(pair.target)
         meter.loaded(pair.drafter)
-        peaks.append(meter.peak(lambda: stream(console, pair, *args)))
+        lines = []
+        peaks.append(meter.peak(lambda: lines.extend(stream(console, pair, *args))))
+        return lines
 
     monkeypatch.setattr(generate, "_stream", metered)
     told = CliRunner().invoke(
