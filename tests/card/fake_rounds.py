@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedConfig
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.checkpoints.mtp import promised_head
 from eagle31_hf.drafter import assistant
+from eagle31_hf.drafter.drafter import MtpDrafter
 from eagle31_hf.drafting.costs import RoundCosts
 from eagle31_hf.drafting.planner import Planner
 from eagle31_hf.drafting.shape import DraftShape
@@ -72,14 +74,16 @@ class Written:
 
 @contextmanager
 def fake_pair(
-    config: PreTrainedConfig, *, answers: Callable[[Tensor], Any] = answer, nf4: bool = False
+    config: PreTrainedConfig, *, answers: Callable[[Tensor], Any] = answer, nf4: bool = False, head: bool = False
 ) -> Iterator[tuple[Counting, Eagle31Drafter]]:
     """A drafter attached to a target of this shape, in bfloat16. The self-test is left out: it compares numbers.
 
     Args:
         answers: elements for what the host asks for.
         nf4: whether the target's layers are packed, scales too.
+        head: the drafter is the MTP head that the target's configuration promises.
     """
+    inside = MtpDrafter(promised_head(config)).eval() if head else None  # most of it has no memory yet
     with fake_card(answers) as counting, torch.device(CARD):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         if nf4:
@@ -90,13 +94,26 @@ def fake_pair(
                 mock.patch.object(assistant, "probe_tree_verification"),
                 mock.patch.object(Eagle31Drafter, "to"),  # fake parameters cannot be moved, and are where they belong
             ):
-                drafter = Eagle31Drafter.from_target(model, draft_vocab_size=None).eval()
+                if inside is not None:
+                    drafter: Eagle31Drafter = put_on_card(inside).attach(model)
+                else:
+                    drafter = Eagle31Drafter.from_target(model, draft_vocab_size=None).eval()
         finally:
             torch.set_default_dtype(torch.float32)
         # Transformers' own kernels of Mamba 2 round, which their numbers would show.
         with torch.device("cpu"), mock.patch.object(kernel_tape, "_rounds", return_value=True):
             yield counting, drafter
         drafter.detach()
+
+
+def put_on_card(drafter: Eagle31Drafter) -> Eagle31Drafter:
+    """The drafter with tensors of a card, whatever they hold: `to` does not take what has no memory there."""
+    for module in drafter.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty(weight.shape, dtype=torch.bfloat16), requires_grad=False))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+    return drafter
 
 
 class LinearNf4(nn.Module):

@@ -223,6 +223,23 @@ def test_so_it_is_where_layers_keep_states(target: str) -> None:
     assert works[-1].launches == 7 + 3, works[-1].names
 
 
+def test_a_head_inside_the_target_drafts_by_three_graphs_and_one_wait() -> None:
+    config = hf.Qwen3_5TextConfig(
+        hidden_size=5120, intermediate_size=17408, num_attention_heads=24, num_key_value_heads=4, head_dim=256,
+        vocab_size=248320, linear_num_key_heads=16, linear_num_value_heads=48, linear_key_head_dim=128,
+        linear_value_head_dim=128, mtp_num_hidden_layers=1, layer_types=["linear_attention"] * 3 + ["full_attention"],
+        **COMMON,
+    )  # fmt: skip
+    with fake_pair(config, head=True) as (counting, drafter):
+        found = write(counting, drafter, Text(captured=True, prompt=4000, chunk=1000), ROUNDS)
+    work = found.rounds[-1]
+    assert not found.fallbacks
+    assert not work.recorded, "what the first rounds recorded serves the others"
+    assert len(work.replayed) == 3, "verification, the next draft, and what moves states on"
+    assert (work.waits, work.blocking_copies) == (1, 0), work.where
+    assert work.launches <= 14, work.names
+
+
 def test_a_packed_target_is_captured_as_any() -> None:
     with fake_pair(TARGETS["Llama 3.1 8B"], nf4=True) as (counting, drafter):
         found = write(counting, drafter, Text(captured=True), ROUNDS)
