@@ -23,7 +23,7 @@ from ..drafter.assistant import Assistant, NoDrafter
 from ..errors import ConfigurationError
 from ..graphs.captured import CAPTURES
 from ..loop.kept_graphs import CompilesAhead, compiling_ahead
-from ..sampling.logits_processing import ScoreProcessing, processing_of, sampling_options
+from ..sampling.logits_processing import ScoreProcessing, end_ids, processing_of, sampling_options
 from ..stats import SpeculationStats
 from ..targets.devices import now
 from ..texts.prompts import Prompt
@@ -434,12 +434,6 @@ def left_padded(rows: Sequence[Tensor], pad_id: int) -> Prompts:
         "input_ids": pad_sequence(list(rows), padding_value=pad_id, **several),
         "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], **several),
     }
-
-
-def end_ids(model: Any) -> set[int]:
-    """Tokens that end the target's texts."""
-    ends = model.generation_config.eos_token_id
-    return set(ends if isinstance(ends, list) else [ends]) - {None}
 
 
 def until_end(answer: list[int], ends: set[int]) -> list[int]:

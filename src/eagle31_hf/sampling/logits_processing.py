@@ -283,6 +283,12 @@ def processing_of(model: Any, **kwargs: Any) -> ScoreProcessing:
     return ScoreProcessing(seen[0])
 
 
+def end_ids(model: Any) -> set[int]:
+    """Tokens that end the target's texts, by its generation config."""
+    ends = model.generation_config.eos_token_id
+    return set(ends if isinstance(ends, (list, tuple)) else [ends]) - {None}
+
+
 def sampling_options(temperature: float) -> dict[str, Any]:
     """Arguments of `generate` for this temperature; 0 is greedy."""
     return {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..drafter.assistant import Assistant
 from ..errors import Eagle31Error, UnsupportedGenerationError
 from ..loop.drafting import batch_shape, largest_shape
+from ..sampling.logits_processing import end_ids
 from ..targets.grouped_attention import why_attention_is_unknown
 from .batch import Batch
 from .forms import form_of
@@ -279,8 +280,7 @@ def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> 
 
 def end_tokens(drafter: Assistant, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids after which the target's texts end, as `generate` takes them."""
-    asked = drafter.binding.model.generation_config.eos_token_id
-    ids = [asked] if isinstance(asked, int) else list(asked or ())
+    ids = end_ids(drafter.binding.model)
     if not ids and tokenizer.eos_token_id is not None:
-        ids = [tokenizer.eos_token_id]
+        ids = {tokenizer.eos_token_id}
     return frozenset(ids)

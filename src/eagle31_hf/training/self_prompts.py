@@ -13,8 +13,9 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import ConfigurationError, TrainingError
+from ..sampling.logits_processing import end_ids
 from ..texts.rows import Conversation
-from .writing import OnProgress, append_lines, end_ids, place_of, read_whole_lines, write_batch
+from .writing import OnProgress, append_lines, place_of, read_whole_lines, write_batch
 
 SOURCE = "self"
 DEFAULT_COUNT = 2000

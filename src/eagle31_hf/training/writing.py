@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from ..errors import TrainingError
-from ..sampling.logits_processing import sampling_options
+from ..sampling.logits_processing import end_ids, sampling_options
 from ..texts.rows import Conversation, Message, conversation_from_row
 from .data import prompt_ids
 from .settings import TrainingSettings
@@ -93,12 +93,6 @@ def write_batch(
             **options,
         )
     hand_on(sorted(writing), written)  # those that were cut
-
-
-def end_ids(model: Any) -> set[int]:
-    """Tokens that end the target's texts, by its generation config."""
-    ends = model.generation_config.eos_token_id
-    return set(ends if isinstance(ends, list) else [ends]) - {None}
 
 
 def place_of(target: PreTrainedModel) -> str:
