@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from command_line import DRAFTER, PROMPT, TARGET, run
 
 from eagle31_hf.cli import generate, pairs, terminal
+from eagle31_hf.cli.app import LazyCommand
 from eagle31_hf.stats import Acceptance, SpeculationStats
 from eagle31_hf.targets.devices import quick_dtype
 from helpers import configured, drafter_of, use_fixed_shapes_only
@@ -115,7 +117,11 @@ def test_plan_says_what_fits_and_leaves_with_1_where_it_does_not(tmp_path):
     result = run("plan", TARGET, "--card", "RTX 3060", "--context", "1024", "--json", figures)
     assert all(part in result.output for part in ("working memory", "left free", "longest with graphs"))
     assert "elements * 2" not in result.output
-    assert "--memory auto --context 1024" in result.output
+    words = shlex.split(next(line for line in result.output.splitlines() if line.startswith("eagle31 ")))
+    assert words[:2] == ["eagle31", "chat"]
+    command = LazyCommand(name="chat", callback=None).load()
+    options = command.make_context("chat", words[2:]).params  # reads the words as the command does, and starts nothing
+    assert (options["target"], options["memory"], options["context"]) == (str(TARGET), "auto", 1024)
     assert json.loads(figures.read_text())["settings"]["context"] == 1024
     run("plan", TARGET, "--card", "1GiB", "--context", "2000000", code=1)
 
