@@ -79,6 +79,17 @@ def test_graphs_share_packed_weights(lent: Eagle31Drafter) -> None:
     assert packed.nbytes == after_one
 
 
+def test_packed_weights_go_where_memory_runs_out(lent: Eagle31Drafter) -> None:
+    """Though the text that is being written holds its graphs until it ends."""
+    write(lent)
+    graphs_of_pair = Pair.of(lent).graphs
+    held_by_a_text = graphs_of_pair.made_by(graphs_of_pair.maker)
+    packed = held_by_a_text.ahead.cutter.weights
+    assert packed.nbytes > 0
+    graphs_of_pair.drop("memory is wanted elsewhere")
+    assert packed.nbytes == 0
+
+
 def test_pieces_serve_weights_that_were_changed(lent: Eagle31Drafter) -> None:
     """A target that was trained further keeps its graphs, also while they are in use."""
     target = copy.deepcopy(kept_target())

@@ -189,11 +189,14 @@ class Graphs:
             self.forget(known for known in alike if known.sampling == settings[0])
 
     def drop(self, reason: str) -> None:
-        """Let all graphs go, and the memory they write in; whoever holds these is served by eager code from now on."""
+        """Let all graphs go, the memory they write in and their copies of weights; texts that hold these graphs are
+        written by eager code from now on."""
         self.disabled_reason = reason
         for each in self._of_states:
             each.steps.clear()
         self.kept.clear()
+        if self.ahead is not None:
+            self.ahead.clear()
 
     def forget(self, keys: Iterable[GraphKey]) -> None:
         """Let some go, to be made again where they are wanted."""

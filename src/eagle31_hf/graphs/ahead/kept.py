@@ -108,6 +108,11 @@ class SharedWeights:
             _ = drafter.draft_ids  # a tensor that is made when it is first asked for: it counts whenever that was
         self.folder = weights_digest(self.models) if holds else LENT_WEIGHTS
 
+    def clear(self) -> None:
+        """Let packed copies go; a text that is being written still holds this."""
+        if self.cutter is not None:
+            self.cutter.weights.clear()
+
 
 def pair_folder(drafter: Assistant, state: ModelState) -> Path:
     """Of a pair's graphs in this `state` of the target, whatever its weights: by all else that they depend on."""

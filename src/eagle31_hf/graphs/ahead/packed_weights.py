@@ -63,6 +63,11 @@ class PackedWeights:
             self._packed[key] = self._copies.setdefault((layout_of(packed), *matrices), packed)
         return self._packed[key]
 
+    def clear(self) -> None:
+        """Let all copies go."""
+        self._packed.clear()
+        self._copies.clear()
+
 
 LINEAR = torch.ops.aten.linear.default
 """A product with a weight, as it is exported."""
