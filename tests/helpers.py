@@ -30,8 +30,9 @@ from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.graphs import captured
-from eagle31_hf.loop import decoder, drafting, kept_graphs
+from eagle31_hf.loop import decoder, kept_graphs
 from eagle31_hf.loop.choosing import RoundBatch
+from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.round import Round
 from eagle31_hf.targets.binding import CACHE_ARGUMENT, TargetBinding
 
@@ -250,11 +251,11 @@ def switching_policies() -> Iterator[list[SwitchingPolicy]]:
     """While open, every generation of our loop has one, whatever its schedule; those made so far."""
     made: list[SwitchingPolicy] = []
 
-    def choose(_drafter: Any, shape: Any, **_how: Any) -> SwitchingPolicy:
+    def choose(_pair: Pair, shape: Any, **_how: Any) -> SwitchingPolicy:
         made.append(SwitchingPolicy(shape, seed=len(made)))
         return made[-1]
 
-    with mock.patch.object(drafting, "planner_of", choose):
+    with mock.patch.object(Pair, "_planner", choose):
         yield made
 
 

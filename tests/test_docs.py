@@ -177,7 +177,7 @@ def test_modules_that_pages_name_are_there(page: Path) -> None:
 
 WALKS = ("generate", "chat request", "training row")
 MOST_ENTERED = 52
-"""Modules of which an eager `generate` call runs code, what it holds and asks on the way included (51 today)."""
+"""Modules of which an eager `generate` call runs code, what it holds and asks on the way included (50 today)."""
 
 
 def walk(which: str) -> list[str]:

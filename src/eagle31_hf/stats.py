@@ -157,6 +157,10 @@ class SpeculationStats(Acceptance):
         if looked_up:
             self.looked_up.count(depth=depth, nodes=nodes, accepted=accepted)
 
+    def note_draft(self, what: str, why: str) -> None:
+        """Add to `events`."""
+        self.events.append(DraftEvent(self.accepted + self.rounds, what, why))
+
     def fall_back(self, reason: str) -> None:
         """Note a step down, once."""
         if reason and reason not in self.fallbacks:

@@ -24,7 +24,7 @@ from eagle31_hf.drafting.planner import Planner
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.graphs.captured import CapturesSteps
 from eagle31_hf.loop.decoder import DecodingRequest, SpeculativeDecoder
-from eagle31_hf.loop.pair import current_graphs
+from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.text import Sequences, StopRules
 from eagle31_hf.sampling.logits_processing import ScoreProcessing
 from eagle31_hf.targets import kernel_tape
@@ -149,7 +149,7 @@ def write(counting: Counting, drafter: Eagle31Drafter, text: Text, rounds: int) 
         policy=Planner(text.shape, lambda _rows: RoundCosts(0.0, text.shape.depth), schedule="constant"),
         do_sample=text.do_sample,
         prefill_chunk=text.chunk,
-        graphs=current_graphs(drafter).made_by(CapturesSteps(counting.capture)) if text.captured else None,
+        graphs=Pair.of(drafter).current_graphs().made_by(CapturesSteps(counting.capture)) if text.captured else None,
     )
     written = Written()
     with drafter.binding.masked_attention():

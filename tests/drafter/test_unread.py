@@ -11,7 +11,7 @@ from eagle31_hf.drafter.session import MOST_UNREAD, MOST_UNREAD_OF_SEVERAL, Draf
 from eagle31_hf.graphs.captured import CAPTURES, CapturesSteps
 from eagle31_hf.graphs.draft_graphs import MOST_PIECES, CompiledDrafting
 from eagle31_hf.graphs.graphs import Graphs
-from eagle31_hf.loop.pair import current_graphs
+from eagle31_hf.loop.pair import Pair
 from helpers import VOCABULARY, drafter_of, seeded, use_fixed_shapes_only
 
 
@@ -48,7 +48,7 @@ def test_parts_that_were_put_off_are_read_in_order(rows: int, block: int) -> Non
 def test_graphs_read_what_was_put_off_by_pieces(unread: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fixed_shapes_only(monkeypatch)
     tokens, aux = positions(1, 20 + unread)
-    graphs, widths = current_graphs(drafter_of("llama")).made_by(CapturesSteps(CAPTURES["cpu"])), []
+    graphs, widths = Pair.of(drafter_of("llama")).current_graphs().made_by(CapturesSteps(CAPTURES["cpu"])), []
     eager, graphed = (DraftSession(drafter_of("llama"), batch_size=1, capacity=256, block=64) for _ in range(2))
     drafting, run = CompiledDrafting(graphed, graphs), Graphs.run_or_eager
     monkeypatch.setattr(

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.loop.drafting import batch_shape
+from eagle31_hf.loop.pair import largest_shape
 from eagle31_hf.serving.engine import Engine, EngineSettings
 from eagle31_hf.targets.rotation import rotates_alike_up_to
 from helpers import assert_same_text, demo_tokenizer, random_drafter, random_target, seeded
@@ -157,6 +157,6 @@ def test_served_texts_stay_below_it(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="eagle31_hf"):
         engine = Engine(drafter, tokenizer, EngineSettings(context=512))
     engine.close(0)
-    assert engine.settings.context == LIMIT - batch_shape(drafter).depth
+    assert engine.settings.context == LIMIT - largest_shape(drafter, rows=2, by_graphs=False).depth
     assert "another way" in caplog.text
     assert engine.batch.context == engine.settings.context

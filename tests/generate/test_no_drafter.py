@@ -248,7 +248,7 @@ def test_who_compiles_ahead_is_told_how_many_graphs_are_made(monkeypatch: pytest
     monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(tmp_path))
     leave_the_compiler_out(monkeypatch)
     alone, told = NoDrafter(kept_target()), list[tuple[int, int]]()
-    with compiling_ahead(alone, on_made=lambda made, of: told.append((made, of))) as ahead:
+    with compiling_ahead(Pair.of(alone), on_made=lambda made, of: told.append((made, of))) as ahead:
         ahead.until_compiled(lambda: assert_plain(alone, 1, GREEDY))
     assert [made for made, _ in told] == [*range(1, len(ahead.made) + 1)]
     assert told[-1] == (len(ahead.made), len(ahead.made)) > (0, 0)

@@ -13,7 +13,7 @@ import torch
 from compiled_pairs import CHAIN, NARROW, pair_of, write
 
 from eagle31_hf.graphs import captured, graphs
-from eagle31_hf.loop.pair import Pair, current_graphs
+from eagle31_hf.loop.pair import Pair
 from helpers import random_prompts
 
 
@@ -83,17 +83,17 @@ def test_graphs_go_when_weights_change() -> None:
     drafter = pair_of("llama")
     weight = drafter.binding.model.model.layers[1].self_attn.q_proj.weight
     for change in (lambda: weight.requires_grad_(False).mul_(2), lambda: weight.data.add_(0.01)):
-        steps = current_graphs(drafter)
+        steps = Pair.of(drafter).current_graphs()
         assert steps.copied_bytes
-        assert current_graphs(drafter) is steps
+        assert Pair.of(drafter).current_graphs() is steps
         change()
-        assert current_graphs(drafter) is not steps
+        assert Pair.of(drafter).current_graphs() is not steps
 
 
 def test_large_weights_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "PACKED_BYTES", 0)
     drafter = pair_of("llama")
-    assert not current_graphs(drafter).copied_bytes
+    assert not Pair.of(drafter).current_graphs().copied_bytes
 
 
 def test_graphs_are_not_copied_with_their_target() -> None:

@@ -12,7 +12,7 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafting.plan import RoundState
 from eagle31_hf.drafting.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape
 from eagle31_hf.graphs import captured
-from eagle31_hf.loop.drafting import draft_shape, drafting
+from eagle31_hf.loop.pair import Pair, draft_shape
 from eagle31_hf.sampling.logits_processing import ScoreProcessing
 from helpers import CONFIGS, configured, drafter_of, random_drafter, random_target
 
@@ -54,12 +54,12 @@ def test_a_card_drafts_as_deep_as_its_bytes_say(on_a_card: None) -> None:
     greedy = drafted(drafter, sampled=False)
     assert not greedy.is_tree
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle31_hf.loop.drafting.longest_worthwhile", lambda *_, **__: 4)
+        patch.setattr("eagle31_hf.loop.pair.longest_worthwhile", lambda *_, **__: 4)
         assert drafted(drafter) == DraftShape(4, top_k=2, size=8)
         drafter.binding.model.hf_quantizer = object()
         assert drafted(drafter) == DraftShape(4), "packed weights make a product dearer with its rows"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle31_hf.loop.drafting.longest_worthwhile", lambda *_, **__: 1)
+        patch.setattr("eagle31_hf.loop.pair.longest_worthwhile", lambda *_, **__: 1)
         del drafter.binding.model.hf_quantizer
         assert drafted(drafter) == DraftShape(1)
 
@@ -75,6 +75,6 @@ def test_a_doubt_that_is_asked_for_ends_chains(schedule: str) -> None:
     asked = {"num_assistant_tokens_schedule": schedule, "draft_min_confidence": 0.9}
     with configured(drafter_of("llama"), acceleration="eager", **asked) as drafter:
         processing = ScoreProcessing(LogitsProcessorList())
-        drafts = drafting(drafter, rows=1, sampled=False, processing=processing, new_tokens=64)
+        drafts = Pair.of(drafter).drafting(rows=1, sampled=False, processing=processing, new_tokens=64)
     plan = drafts.planner.next_draft(RoundState(drafts.shape, [0], None, 64))
     assert (drafts.shape.min_confidence, plan.shape.min_confidence) == (0.9, 0.9)

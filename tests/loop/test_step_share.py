@@ -6,7 +6,7 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.loop.drafting import longest_worthwhile, step_share
+from eagle31_hf.loop.pair import longest_worthwhile, step_share
 from helpers import CONFIGS, random_drafter, random_target
 from mtp_targets import target_with_head
 

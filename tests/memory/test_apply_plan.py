@@ -19,7 +19,7 @@ from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.graphs import captured
 from eagle31_hf.graphs.draft_graphs import GraphChoice
 from eagle31_hf.graphs.round_graphs import RoundStep
-from eagle31_hf.loop.drafting import draft_shape
+from eagle31_hf.loop.pair import draft_shape
 from eagle31_hf.loop.prefill import ChunkedPrefill
 from eagle31_hf.memory.apply_plan import (
     apply_plan,

@@ -132,7 +132,7 @@ def test_a_row_whose_scores_are_no_numbers_ends_alone(sampling: Sampling, record
             batch.round()
     assert [text.writer.tokens for text in texts] == wanted
     assert batch.stats.fallbacks == []
-    assert "advance" in {key.kind for key in batch.graphs.keys if key.rows == ROWS}
+    assert "advance" in {key.kind for key in batch.rounds.graphs.keys if key.rows == ROWS}
 
 
 def test_more_rows_than_pay_are_eager(
@@ -143,8 +143,8 @@ def test_more_rows_than_pay_are_eager(
     Pair.of(drafter).graphs = None
     batch = batch_of(drafter)
     assert write_all(batch, new_texts()) == eager
-    assert batch.graphs is not None
-    assert {key.rows for key in batch.graphs.keys} == {1}
+    assert batch.rounds.graphs is not None
+    assert {key.rows for key in batch.rounds.graphs.keys} == {1}
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -164,7 +164,7 @@ def test_sampled_texts_and_windows_are_those_of_eager_rounds(
     assert batch.cache.has_windows is (family != "llama")
     assert write_all(batch, new_texts(sampling)) == wanted
     assert recorder.replayed > 20
-    assert "verify" in {key.kind for key in batch.graphs.keys}
+    assert "verify" in {key.kind for key in batch.rounds.graphs.keys}
     assert batch.stats.fallbacks == []
     if sampling is GREEDY:
         alone = [plain(target, list(text.request.prompt), 9 + 5 * n) for n, text in enumerate(new_texts())]
@@ -202,9 +202,9 @@ def test_targets_that_keep_states_are_captured(family: str, recorder: Recorder) 
     batch.rounds = OracleRound(batch.rounds, batch.texts, by_prompt)
     assert write_all(batch, texts) == wanted
     assert recorder.replayed > 20
-    assert {("settle", rows) for rows in (2, 3)} <= {key[:2] for key in batch.graphs.keys}
+    assert {("settle", rows) for rows in (2, 3)} <= {key[:2] for key in batch.rounds.graphs.keys}
     assert write_all(batch, new_texts()) == wanted
-    assert recorder.recorded == len(batch.graphs.keys), "each once: states lie where they lay"
+    assert recorder.recorded == len(batch.rounds.graphs.keys), "each once: states lie where they lay"
     assert batch.stats.fallbacks == []
     assert batch.stats.acceptance_length > 1.5
 
@@ -227,7 +227,7 @@ def test_prompts_of_one_token(family: str, recorder: Recorder) -> None:
 
 def test_a_drafter_that_sees_a_window_is_eager(recorder: Recorder) -> None:
     drafter = random_drafter(target_of("llama"), aux_layers=[1, 2, 4], sliding_window=8)
-    assert batch_of(drafter).graphs is None
+    assert batch_of(drafter).rounds.graphs is None
 
 
 def test_a_device_that_cannot_record(

@@ -11,6 +11,7 @@ import typer
 from ..errors import ConfigurationError, removal
 from ..graphs.captured import CAPTURES
 from ..loop.kept_graphs import kept_packages
+from ..loop.pair import Pair
 from ..measure.bench import BenchSettings, Task, all_methods
 from ..measure.origin import origin
 from ..measure.plots import plot_bench
@@ -127,5 +128,5 @@ def _has_graphs(pair: LoadedPair) -> bool:
     """Whether passes are measured by graphs, too: asked for, captured as they are met, or kept by `eagle31 warmup`."""
     acceleration = pair.drafter.generation_config.acceleration
     if acceleration == "auto":
-        return pair.drafter.binding.head_device.type in CAPTURES or kept_packages(pair.drafter) is not None
+        return pair.drafter.binding.head_device.type in CAPTURES or kept_packages(Pair.of(pair.drafter)) is not None
     return acceleration == "compile"

@@ -156,8 +156,8 @@ def _show(pair: LoadedPair, shown: Shown, json_path: Path | None) -> None:
 
 def was_written_by_kept_graphs(drafter: Eagle31Drafter) -> bool:
     """Whether graphs that were kept wrote in this process: figures of eager code alone would be others."""
-    graphs = Pair.of(drafter).graphs
-    return graphs is not None and bool(graphs.keys) and kept_packages(drafter) is not None
+    pair = Pair.of(drafter)
+    return pair.graphs is not None and bool(pair.graphs.keys) and kept_packages(pair) is not None
 
 
 def _stream(console: Console, pair: LoadedPair, task: Task, shown: Shown) -> list[Text]:

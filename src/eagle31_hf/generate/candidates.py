@@ -14,7 +14,7 @@ from ..drafter.draft_scores import draft_scores
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import DraftChoice, propose_chain
 from ..drafter.session import DraftSession, positions_read_at_once
-from ..loop.drafting import draft_shape
+from ..loop.pair import draft_shape
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
 from .call import asked_tokens

@@ -11,7 +11,7 @@ from ..cache.stock import held_length
 from ..errors import UnsupportedGenerationError
 from ..loop.carried_cache import CacheResume, CarriedCache
 from ..loop.decoder import DecodingRequest, SpeculativeDecoder
-from ..loop.drafting import Drafting, drafting
+from ..loop.pair import Drafting, Pair
 from ..loop.survive import RecoveringDecoder
 from ..loop.text import Sequences
 from ..sampling.callers_code import CallersCode, NotFollowedError
@@ -49,7 +49,9 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     carried = _carried_cache(call, padding, stats)
     if call.drafter.generation_config.acceleration == "compile":
         stats.fall_back(warm_up_for(call))
-    drafts = drafting_of(call, stats)
+    if call.drafter.binding.has_states and (call.drafter.generation_config.asked_top_k or 1) > 1:
+        stats.fall_back("trees are drafted as chains of their depth where layers of the target keep states")
+    drafts = drafting_of(call, stats.note_draft)
     request = _request(call, drafts, padding, carried, stats)
     if not any(drafts.why in why for why in stats.fallbacks):  # compiling just now may have said so
         stats.fall_back(drafts.why)
@@ -106,16 +108,15 @@ def _request(
     )
 
 
-def drafting_of(call: Call, stats: SpeculationStats | None = None) -> Drafting:
+def drafting_of(call: Call, on_event: Callable[[str, str], None] | None = None) -> Drafting:
     """What the call and the drafter's `generation_config` ask of drafts."""
-    return drafting(
-        call.drafter,
+    return Pair.of(call.drafter).drafting(
         rows=call.batch_size,
         sampled=bool(call.generation_config.do_sample),
         processing=call.processing,
         new_tokens=call.rules.max_length - call.input_ids.shape[1],
         depth=asked_tokens(call.generation_config),
-        stats=stats,
+        on_event=on_event,
     )
 
 

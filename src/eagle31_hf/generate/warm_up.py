@@ -18,9 +18,8 @@ from ..errors import ConfigurationError
 from ..graphs.captured import CAPTURES
 from ..graphs.steps import GraphKey
 from ..loop.decoder import DecodingRequest, SpeculativeDecoder
-from ..loop.drafting import draft_shape
 from ..loop.kept_graphs import CompilesAhead, compiling_ahead, refusal, why_unsuited
-from ..loop.pair import Pair, current_graphs, last_graphs
+from ..loop.pair import Pair, draft_shape
 from ..loop.text import Sequences, StopRules
 from ..sampling.logits_processing import ScoreProcessing, processing_of
 from .call import Call, asked_tokens
@@ -71,15 +70,17 @@ def compile_graphs(
 ) -> list[GraphKey]:
     """The same for drafts of this shape and texts of this `processing`, whose tokens are drawn or not."""
 
+    pair = Pair.of(drafter)
+
     def meet_graphs() -> None:
         for length in prompt_lengths(tokens):
             _write(drafter, length, shape, processing, maker, sampled=sampled)
 
-    with compiling_ahead(drafter, on_compile) as maker, torch.random.fork_rng(devices=[]):
+    with compiling_ahead(pair, on_compile) as maker, torch.random.fork_rng(devices=[]):
         maker.until_compiled(meet_graphs)
-        if reason := current_graphs(drafter).disabled_reason:
+        if reason := pair.current_graphs().disabled_reason:
             raise ConfigurationError(f"{reason}; a C++ compiler is needed (g++), and room in the cache folder")
-    Pair.of(drafter).costs.clear()  # beside compilers, and by eager code
+    pair.costs.clear()  # beside compilers, and by eager code
     return maker.made
 
 
@@ -113,7 +114,7 @@ def _write(
         shape=shape,
         policy=InTurn(*plans),
         do_sample=sampled,
-        graphs=current_graphs(drafter).made_by(maker),
+        graphs=Pair.of(drafter).current_graphs().made_by(maker),
     )
     with torch.no_grad(), binding.masked_attention():
         decoder = SpeculativeDecoder(drafter, request)
@@ -153,17 +154,18 @@ def warm_up_for(call: Call) -> str:
         Why the text is eager all the same; empty if it is not.
     """
     drafter, processing, sampled = call.drafter, call.processing, bool(call.generation_config.do_sample)
-    if Pair.of(drafter).ahead is not None or drafter.binding.head_device.type in CAPTURES:
+    pair = Pair.of(drafter)
+    if pair.ahead is not None or drafter.binding.head_device.type in CAPTURES:
         return ""
     depth = asked_tokens(call.generation_config)
     shape = draft_shape(drafter, rows=call.batch_size, sampled=sampled, depth=depth, by_graphs=True)
     single = "" if call.batch_size == 1 else "graphs for a CPU serve single rows"
-    if why := why_unsuited(drafter, shape, processing) or single:
+    if why := why_unsuited(pair, shape, processing) or single:
         return f"steps are not compiled: {why}"
     sampling, bucket = (sampled, processing.draft_warping.key), graph_sizes.slot_bucket(call.longest_text)
     wanted = torch.get_num_threads(), shape, sampling, bucket
     with _one_at_a_time:
-        graphs = current_graphs(drafter)
+        graphs = pair.current_graphs()
         if wanted in graphs.warmed:
             return ""
         settings = {known for _, _, known, _ in graphs.warmed}
@@ -172,12 +174,12 @@ def warm_up_for(call: Call) -> str:
                 f"steps are not compiled: texts have waited for graphs of {len(settings)} ways to choose tokens, and "
                 "this one's is another; `eagle31 warmup` makes graphs for it"
             )
-        if why := refusal(drafter):
+        if why := refusal(pair):
             return f"steps are not compiled: {why}"
         logger.warning("eagle31: what graphs this text lacks are compiled first, which takes minutes; they are kept")
         try:
             compile_graphs(drafter, shape, processing, sampled=sampled, tokens=call.longest_text)
         except ConfigurationError as refused:
             return f"steps are not compiled: {refused}"
-        last_graphs(drafter).warmed.add(wanted)
+        pair.last_graphs().warmed.add(wanted)
     return ""

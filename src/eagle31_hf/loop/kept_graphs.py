@@ -7,9 +7,9 @@ how long anything took. Nothing is compiled while a text waits, unless that was 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
@@ -22,10 +22,9 @@ from ..graphs.captured import CAPTURES, CapturesSteps
 from ..graphs.graphs import Graphs
 from ..graphs.round_graphs import RoundGraph
 from ..graphs.seen import ModelState
-from ..graphs.steps import GraphKey
+from ..graphs.steps import GraphKey, GraphMaker
 from ..graphs.verify import why_states_are_eager
 from ..sampling.logits_processing import ScoreProcessing
-from .pair import Pair, current_graphs, last_graphs
 
 __all__ = [
     "CompilesAhead", "captured_graphs", "compiling_ahead", "graphs_for", "kept_packages", "refusal", "why_given_up",
@@ -39,8 +38,42 @@ FEWEST_CAPTURED_TOKENS = 48
 """New tokens from which on the first text's steps are captured, which takes about as long as half a dozen rounds."""
 
 
+class PairGraphs:
+    """The graphs of an assistant and its target.
+
+    Attributes:
+        graphs: those that were last asked for; `None` before, and once memory ran out.
+        ahead: compiles graphs ahead while `compiling_ahead` is open.
+    """
+
+    def __init__(self, drafter: Assistant) -> None:
+        self.graphs: Graphs | None = None
+        self.ahead: GraphMaker | None = None
+        self._drafter = weakref.ref(drafter)  # which holds this, by its binding
+
+    @property
+    def drafter(self) -> Assistant:
+        """The assistant, attached."""
+        drafter = self._drafter()
+        assert drafter is not None, "a pair does not outlive its assistant"
+        return drafter
+
+    def current_graphs(self, state: ModelState | None = None) -> Graphs:
+        """The graphs for the weights, and the target's state, as they are now.
+
+        Args:
+            state: the target's, if it was just looked at.
+        """
+        self.graphs = Graphs.current(self.drafter, self.graphs, state)
+        return self.graphs
+
+    def last_graphs(self) -> Graphs:
+        """The graphs that were last asked for, without another look at the weights."""
+        return self.graphs or self.current_graphs()
+
+
 def graphs_for(
-    drafter: Assistant, shape: DraftShape, processing: ScoreProcessing, *, rows: int, sampled: bool, new_tokens: int
+    pair: PairGraphs, shape: DraftShape, processing: ScoreProcessing, *, rows: int, sampled: bool, new_tokens: int
 ) -> Graphs | None:
     """A generation's graphs, by the drafter's `acceleration`; `None` if it is to be eager.
 
@@ -51,19 +84,19 @@ def graphs_for(
         sampled: whether tokens are drawn.
         new_tokens: that a row may get.
     """
-    asked = drafter.generation_config.acceleration
+    drafter, asked = pair.drafter, pair.drafter.generation_config.acceleration
     if asked == "eager":
         return None
-    if ahead := Pair.of(drafter).ahead:
-        return current_graphs(drafter).made_by(ahead)
+    if pair.ahead:
+        return pair.current_graphs().made_by(pair.ahead)
     captures = drafter.binding.head_device.type in CAPTURES
-    if why_unsuited(drafter, shape, processing) and not (captures and asked == "compile"):
+    if why_unsuited(pair, shape, processing) and not (captures and asked == "compile"):
         return None
     if captures:
-        graphs = captured_graphs(drafter)
+        graphs = captured_graphs(pair)
         pays = graphs is not None and (asked == "compile" or new_tokens >= FEWEST_CAPTURED_TOKENS or graphs.keys)
         return graphs if pays else None
-    packages = kept_packages(drafter)
+    packages = kept_packages(pair)
     names = frozenset() if packages is None else packages.names()
     first = GraphKey("verify", rows, 1)  # what rounds by graphs cannot do without
     if isinstance(drafter, Eagle31Drafter):
@@ -71,25 +104,25 @@ def graphs_for(
     wanted = prefix_of(first)
     if packages is None or not any(name.startswith(wanted) for name in names):
         return None
-    return last_graphs(drafter).made_by(LoadsKept(packages, names))
+    return pair.last_graphs().made_by(LoadsKept(packages, names))
 
 
-def captured_graphs(drafter: Assistant) -> Graphs | None:
+def captured_graphs(pair: PairGraphs) -> Graphs | None:
     """Those of a pair whose steps are captured as they are met; `None` where they are not."""
-    binding, config = drafter.binding, drafter.generation_config
+    binding, config = pair.drafter.binding, pair.drafter.generation_config
     capture = CAPTURES.get(binding.head_device.type)
     if capture is None or config.acceleration == "eager" or config.stored_cache_type != "full":
         return None
-    graphs = current_graphs(drafter)
+    graphs = pair.current_graphs()
     if graphs.disabled_reason or graphs.state.why_no_graph(recorded=True):
         return None
     return graphs.made_by(CapturesSteps(capture))
 
 
-def why_given_up(drafter: Assistant) -> str:
+def why_given_up(pair: PairGraphs) -> str:
     """What keeps the graphs of this pair from being made or used, though they could be had; empty if nothing does."""
-    graphs, config = Pair.of(drafter).graphs, drafter.generation_config
-    captures = drafter.binding.head_device.type in CAPTURES
+    graphs, config = pair.graphs, pair.drafter.generation_config
+    captures = pair.drafter.binding.head_device.type in CAPTURES
     if captures and config.acceleration != "eager" and config.stored_cache_type != "full":
         return "steps are not captured over a cache in 8 bits"
     if graphs is None or config.acceleration == "eager":
@@ -98,13 +131,14 @@ def why_given_up(drafter: Assistant) -> str:
     return graphs.disabled_reason or (why and f"steps are not captured: {why}")
 
 
-def why_unsuited(drafter: Assistant, shape: DraftShape, processing: ScoreProcessing) -> str:
+def why_unsuited(pair: PairGraphs, shape: DraftShape, processing: ScoreProcessing) -> str:
     """Why graphs do not serve a generation; empty where rounds always draft one shape.
 
     A processor that looks at prefixes is asked by eager code. Compiled graphs then do not pay; captured ones do, of
     verification and draft steps. Arguments are `graphs_for`'s.
     """
-    schedule, binding = drafter.generation_config.num_assistant_tokens_schedule, drafter.binding
+    drafter, binding = pair.drafter, pair.drafter.binding
+    schedule = drafter.generation_config.num_assistant_tokens_schedule
     captures = binding.head_device.type in CAPTURES
     if why := why_states_are_eager(binding, capturing=captures):
         return why
@@ -122,14 +156,15 @@ def why_unsuited(drafter: Assistant, shape: DraftShape, processing: ScoreProcess
 # --- on a CPU ---------------------------------------------------------------------------------------------------------
 
 
-def kept_packages(drafter: Assistant) -> GraphPackages | None:
+def kept_packages(pair: PairGraphs) -> GraphPackages | None:
     """Those of this pair on this machine, if there are any."""
     if not kept.graphs_folder().is_dir():  # a look at the models takes longer
         return None
+    drafter = pair.drafter
     state = ModelState(drafter.binding.model)
     folder = kept.pair_folder(drafter, state)
-    graphs = current_graphs(drafter, state) if folder.is_dir() else None
-    if graphs is None or refusal(drafter):
+    graphs = pair.current_graphs(state) if folder.is_dir() else None
+    if graphs is None or refusal(pair):
         return None
     packages = kept.packages_of(drafter, graphs)
     if packages.folder.is_dir() and (why := why_not_ours(packages.folder)):
@@ -144,14 +179,14 @@ def _say(what: str) -> None:
         logger.warning("eagle31: %s; steps stay eager", what)
 
 
-def refusal(drafter: Assistant) -> str:
+def refusal(pair: PairGraphs) -> str:
     """Why no graphs are kept for this pair, as it was last looked at; empty if they can be."""
-    return kept.refusal(drafter, last_graphs(drafter))
+    return kept.refusal(pair.drafter, pair.last_graphs())
 
 
 @contextmanager
 def compiling_ahead(
-    drafter: Assistant,
+    pair: PairGraphs,
     on_compile: Callable[[GraphKey], None] = lambda key: None,
     on_made: Callable[[int, int], None] = lambda made, of: None,
 ) -> Iterator[CompilesAhead]:
@@ -163,10 +198,10 @@ def compiling_ahead(
     Raises:
         ConfigurationError: graphs of this pair cannot be kept, or the folder takes nothing.
     """
-    pair, graphs = Pair.of(drafter), current_graphs(drafter)
-    if reason := refusal(drafter):
+    graphs = pair.current_graphs()
+    if reason := refusal(pair):
         raise ConfigurationError(f"no graphs can be kept for this pair: {reason}")
-    packages = kept.packages_of(drafter, graphs)
+    packages = kept.packages_of(pair.drafter, graphs)
     try:
         make_own_folder(packages.folder)
     except OSError as error:
@@ -179,8 +214,7 @@ def compiling_ahead(
             f"graphs are machine code, and what is kept in {packages.folder} could be exchanged: {why}; or name "
             f"another folder by ${kept.CACHE_VARIABLE}"
         )
-    renew = partial(current_graphs, drafter)
-    with CompilesAhead.open(renew, packages, on_compile=on_compile, on_made=on_made) as ahead:
+    with CompilesAhead.open(pair.current_graphs, packages, on_compile=on_compile, on_made=on_made) as ahead:
         pair.ahead = ahead
         try:
             yield ahead

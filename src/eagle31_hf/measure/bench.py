@@ -23,6 +23,7 @@ from ..drafter.assistant import Assistant, NoDrafter
 from ..errors import ConfigurationError
 from ..graphs.captured import CAPTURES
 from ..loop.kept_graphs import CompilesAhead, compiling_ahead
+from ..loop.pair import Pair
 from ..sampling.logits_processing import ScoreProcessing, end_ids, processing_of, sampling_options
 from ..stats import SpeculationStats
 from ..targets.devices import now
@@ -280,7 +281,7 @@ class Bench:
             return ""
         try:
             for assistant in {id(each): each for each in (self._assistant, self.alone)}.values():
-                self._compilers.append(stack.enter_context(compiling_ahead(assistant, on_made=self._on_made)))
+                self._compilers.append(stack.enter_context(compiling_ahead(Pair.of(assistant), on_made=self._on_made)))
         except ConfigurationError as refused:
             return str(refused)
         return ""

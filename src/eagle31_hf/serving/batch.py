@@ -26,8 +26,7 @@ from ..drafting.shape import DraftShape
 from ..errors import UnsupportedGenerationError
 from ..loop.accept import sync_accepted
 from ..loop.choosing import RoundBatch
-from ..loop.drafting import batch_shape, drafting, largest_shape, planner_of
-from ..loop.kept_graphs import captured_graphs
+from ..loop.pair import Pair
 from ..loop.pair_caches import PairCaches, PooledCaches
 from ..loop.prefill import ChunkedPrefill, PrefillState
 from ..loop.round import Round, Written
@@ -63,20 +62,22 @@ class Batch:
         self.max_rows, self.context, self.binding = max_rows, context, drafter.binding
         self.drafter, self.stats = drafter, SpeculationStats()
         self.clock = PhaseClock(self.stats)
-        self.graphs = captured_graphs(drafter)
-        self.is_single = max_rows == 1 and self.graphs is None
-        shape = largest_shape(drafter) if self.is_single else batch_shape(drafter)
+        drafts = Pair.of(drafter).drafting(
+            rows=max_rows,
+            sampled=True,
+            processing=None,
+            new_tokens=context,
+            on_event=partial(logger.info, "eagle31: the batch's drafts: %s, %s"),
+        )
+        shape, self.planner = drafts.shape, drafts.planner
+        self.is_single = max_rows == 1 and drafts.graphs is None
         sizes: dict[str, Any] = {"length": context, "chunk": max(prefill_chunk, 2 * shape.nodes)}
         sizes["cache_type"] = drafter.generation_config.stored_cache_type
         self.caches = PooledCaches.make(drafter, shape, batch_size=max_rows, for_graphs=self.is_single, **sizes)
         self.cache, self.session = self.caches.target, self.caches.drafter
-        if self.session is not None and self.session.cache.has_windows:
-            self.graphs = None
         self._rows = Rows(self.binding, shape, self.stats)
         self.texts = self._rows.texts
-        on_event = partial(logger.info, "eagle31: the batch's drafts: %s, %s")
-        self.planner = planner_of(drafter, shape, by_graphs=self.graphs is not None, on_event=on_event)
-        self.rounds = Round(drafter, self.caches, self._rows, self.clock, self.graphs)
+        self.rounds = Round(drafter, self.caches, self._rows, self.clock, drafts.graphs)
         self.prefill_chunk = prefill_chunk
         self._reading = PairCaches.make(drafter, shape, batch_size=1, **sizes)
         self._prefill = ChunkedPrefill(self.binding, self._reading.target, self._reading.drafter)
@@ -135,9 +136,9 @@ class Batch:
 
     def _draft_alone(self, text: Row) -> None:
         one, new_tokens = text.chooser, text.request.max_new_tokens
-        found = drafting(
-            self.drafter, rows=1, sampled=one.draws, processing=one.processing, new_tokens=new_tokens
-        )  # fmt: skip
+        found = Pair.of(self.drafter).drafting(
+            rows=1, sampled=one.draws, processing=one.processing, new_tokens=new_tokens
+        )
         self.planner, self._rows.shape = found.planner, found.shape
         self._rows.checks = found.graphs is None  # graphs of `generate` do not
         self.rounds = Round(self.drafter, self.caches, self._rows, self.clock, found.graphs)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..drafter.assistant import Assistant
 from ..errors import Eagle31Error, UnsupportedGenerationError
-from ..loop.drafting import batch_shape, largest_shape
+from ..loop.pair import Pair
 from ..sampling.logits_processing import end_ids
 from ..targets.grouped_attention import why_attention_is_unknown
 from .batch import Batch
@@ -262,7 +262,11 @@ def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> 
         settings = replace(settings, max_rows=1)
     longest, why = binding.most_positions or settings.context, "the target's positions end"
     if (limit := binding.rotates_alike_up_to) is not None:
-        shape = largest_shape(drafter) if settings.max_rows == 1 else batch_shape(drafter)
+        shape = (
+            Pair.of(drafter)
+            .drafting(rows=settings.max_rows, sampled=True, processing=None, new_tokens=settings.context)
+            .shape
+        )
         if limit - shape.depth < 2:
             raise UnsupportedGenerationError(
                 f"this target rotates all positions of a text in another way behind {limit} tokens (rope scaling), and "
