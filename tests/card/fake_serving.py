@@ -11,7 +11,7 @@ from fake_rounds import ACCEPTED, buffers_of
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.graphs import captured, seen
-from eagle31_hf.sampling.draw import PositionNoise
+from eagle31_hf.sampling.draw import FreshNoise
 from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.rows import Row, choose_as_generate
 from eagle31_hf.serving.text import Request, Sampling
@@ -62,7 +62,7 @@ def read(batch: Batch, prompt: list[int], sampling: Sampling) -> None:
     request = Request(tuple(prompt), 100, sampling, ignore_eos=True)
     writer: Any = Writer()
     chooser = choose_as_generate(batch.binding.model, request, device=torch.device("cpu"))
-    chooser._noise = PositionNoise(1, batch.binding.text_config.vocab_size, CARD)  # a card's generators are not there
+    chooser._noise = FreshNoise(batch.binding.text_config.vocab_size, CARD)  # a card's generators are not there
     left = batch.begin(Row(request, writer, chooser))
     while left > 0:
         batch.read(min(left, 512))

@@ -14,7 +14,15 @@ from eagle31_hf.drafter.dynamic import TreeGrowth
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.shape import noise_bytes
 from eagle31_hf.sampling.acceptance import accept_chosen
-from eagle31_hf.sampling.draw import PositionNoise, argmax, choose, perturbed, random_state, why_noise_is_unknown
+from eagle31_hf.sampling.draw import (
+    FreshNoise,
+    PositionNoise,
+    argmax,
+    choose,
+    perturbed,
+    random_state,
+    why_noise_is_unknown,
+)
 from eagle31_hf.training.objectives import agreement
 from helpers import seeded
 
@@ -177,3 +185,24 @@ def test_nothing_waits_for_the_device() -> None:
     with HostSyncs() as syncs:
         torch.ones(2)[torch.tensor([True, False])]
     assert syncs.found, "the detector can fail"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_without_a_seed_stays_with_its_position_and_is_drawn_for_many_at_once(seed: int) -> None:
+    """A draft made ahead is chosen by the noise that verifies it, and no position has that of another."""
+    generator = torch.Generator().manual_seed(seed)
+    noise, dice, start = FreshNoise(7, CPU, generator), random.Random(seed), 0
+    seen: dict[int, Tensor] = {}
+    draws, before = 0, generator.get_state()
+    while start < 200:
+        count = dice.randint(1, 9)
+        window = noise.window([0], [start], count)
+        assert window.shape == (1, count, 7)
+        for position, drawn in enumerate(window[0], start):
+            assert torch.equal(seen.setdefault(position, drawn.clone()), drawn)
+        draws, before = draws + (not torch.equal(before, generator.get_state())), generator.get_state()
+        start += dice.randint(1, count)
+    values = torch.stack([*seen.values()])
+    assert len(values.unique()) == values.numel()
+    assert draws <= 1 + 200 / 10
+    assert stats.kstest(values.flatten().numpy(), "expon").pvalue > 1e-4

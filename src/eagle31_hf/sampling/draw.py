@@ -198,6 +198,35 @@ class PositionNoise:
             self._generator.set_state(state)
 
 
+class FreshNoise:
+    """Noise of one text whose tokens need not be those of any seed: many positions are drawn at once, which starts one
+    kernel where `PositionNoise` starts one for each.
+
+    Args:
+        vocabulary: scores, `V`.
+        device: of the scores.
+        generator: to take from; `None`: torch's own one of the device.
+    """
+
+    def __init__(self, vocabulary: int, device: torch.device, generator: torch.Generator | None = None):
+        self._generator = generator
+        self._held = torch.empty(0, vocabulary, device=device)  # of positions from `_begin` on
+        self._begin = 0
+
+    def window(self, rows: Sequence[int], starts: Sequence[int], count: int) -> Tensor:
+        """Noise `(1, count, V)` of the one row, from its own position on; that of a position stays until it is left
+        behind, since a draft made ahead is chosen by what verifies it. See `PositionNoise.window`."""
+        (start,) = starts
+        held = self._held[max(start - self._begin, 0) :]
+        if start < self._begin or len(held) < count:
+            known = held[: 0 if start < self._begin else count]
+            self._held = self._held.new_empty(count + KEPT_BEHIND, self._held.shape[-1])
+            self._held[len(known) :].exponential_(generator=self._generator)
+            self._held[: len(known)] = known
+            self._begin, held = start, self._held
+        return held[:count][None]
+
+
 def random_state(device: torch.device) -> Tensor:
     """The state of torch's own generator of a device."""
     if device.type == "cpu":

@@ -3,7 +3,7 @@
 A text with a seed is chosen by noise of its own, by position, taken from a generator of its seed as plain `generate`
 takes it: a seed writes the same text alone and in a crowd, with any drafts and none, and the one that `generate` writes
 after `torch.manual_seed` of it, wherever the target's scores are the same (in half precision they are up to rounding).
-A text without a seed gets one that differs from text to text.
+A text without a seed takes noise of no seed, for many positions at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..drafting.host_numbers import on_device
 from ..drafting.shape import DraftShape
 from ..loop.choosing import ChoiceRule, RoundBatch
 from ..sampling.callers_code import CallersCode
-from ..sampling.draw import PositionNoise
+from ..sampling.draw import FreshNoise, PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
 from ..sampling.seen_tokens import SeenTokens
 from ..stats import SpeculationStats
@@ -75,19 +75,22 @@ class TokenChooser:
     def __init__(self, processors: LogitsProcessorList, *, draws: bool, seed: int | None = None):
         self.processing, self.draws, self.seed = FailsAlone(processors), draws, seed
         self.kind: Hashable = (draws, self.processing.draft_warping.key) if self.processing.warps_drafts else None
-        self._noise: PositionNoise | None = None
+        self._noise: PositionNoise | FreshNoise | None = None
 
     @property
     def needs_seen(self) -> bool:
         """Whether the processors look at which tokens the text has, and at nothing else of it."""
         return self.kind is not None and not self.processing.scores_only
 
-    def noise(self, vocabulary: int, device: torch.device) -> PositionNoise:
-        """As `generate` takes it after `manual_seed`."""
+    def noise(self, vocabulary: int, device: torch.device) -> PositionNoise | FreshNoise:
+        """With a seed as `generate` takes it after `manual_seed`."""
         if self._noise is None:
             generator = torch.Generator(device)
-            generator.seed() if self.seed is None else generator.manual_seed(self.seed)
-            self._noise = PositionNoise(1, vocabulary, device, generator)
+            if self.seed is None:
+                generator.seed()
+                self._noise = FreshNoise(vocabulary, device, generator)
+            else:
+                self._noise = PositionNoise(1, vocabulary, device, generator.manual_seed(self.seed))
         return self._noise
 
 
@@ -277,11 +280,13 @@ class Rows:
         if not any(chooser.draws for chooser in choosers):
             return None
         vocabulary, device = self._scores
-        greedy = torch.ones((), device=device).expand(1, count, vocabulary)
-        noise = [
-            chooser.noise(vocabulary, device).window([0], [start], count) if chooser.draws else greedy
-            for chooser, start in zip(choosers, batch.written, strict=True)
-        ]
+
+        def of_row(chooser: TokenChooser, start: int) -> Tensor:
+            if chooser.draws:
+                return chooser.noise(vocabulary, device).window([0], [start], count)
+            return torch.ones((), device=device).expand(1, count, vocabulary)
+
+        noise = [of_row(*each) for each in zip(choosers, batch.written, strict=True)]
         return noise[0] if len(noise) == 1 else torch.cat(noise)
 
     def seen_before(self, batch: RoundBatch) -> Tensor | None:
