@@ -1,0 +1,118 @@
+"""In a terminal no command is silent for long: counted in processor seconds, so that a busy machine fails no test."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from silence import watch
+
+from eagle31_hf.cli.app import COMMANDS
+from eagle31_hf.demo import target_path
+from helpers import random_drafter, random_target
+
+MOST_SILENCE_S = 5.0
+PUBLISHED = Path(__file__).parents[2] / "model_cards" / "smollm2-135m-instruct-eagle31"
+CONVERSATIONS = [
+    [{"role": "user", "content": f"What is {n} and {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}]
+    for n in range(6)
+]
+PAIR = ("--target", "{target}", "--drafter", "{drafter}")
+STARTED = {
+    "demo": ("--no-compare",),
+    "chat": (*PAIR, "--max-new-tokens", "8"),
+    "serve": (*PAIR, "--port", "0"),
+    "generate": (*PAIR, "--prompt", "Why is the sky blue?", "--max-new-tokens", "8"),
+    "plan": ("{target}", "--card", "RTX 4090"),
+    "doctor": (*PAIR, "--limit", "2", "--new-tokens", "16"),
+    "bench": ("{target}", "{drafter}", "--limit", "2", "--new-tokens", "8", "--repeats", "1"),
+    "train": ("{target}", "--prompts", "{texts}", "--out", "{out}", "--max-steps", "2", "--max-new-tokens", "16",
+              "--eval-new-tokens", "16"),
+    "inspect": ("{drafter}",),
+    "convert": ("{drafter}", "{out}"),
+    "push": ("{published}", "owner/name"),
+}  # fmt: skip
+
+
+def ask_and_stop(process: int, output: str) -> None:
+    """One request to the server that said where it listens, then Ctrl-C; beside the watch, which goes on."""
+    found = re.search(r"http://[\d.:]+/v1", output)
+    assert found is not None
+    body = json.dumps({"model": "target", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 8}).encode()
+    request = urllib.request.Request(
+        f"{found[0]}/chat/completions", body, {"Content-Type": "application/json", "Connection": "close"}
+    )
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(request, timeout=300).read()
+        finally:
+            os.kill(process, signal.SIGINT)
+
+    threading.Thread(target=ask, daemon=True).start()
+
+
+ANSWERS: dict[str, list[tuple[str, str | Callable[[int, str], None]]]] = {
+    "chat": [("you", "Why is the sky blue?\r"), ("tokens/s", "/quit\r")],
+    "serve": [("Ctrl-C to stop", ask_and_stop)],
+}
+
+
+CODES = {"doctor": 1, "serve": 128 + signal.SIGINT}
+"""Other than 0: an untrained drafter is a problem, and a server ends by Ctrl-C."""
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random pair of SmolLM2-135M's shape, in bfloat16, with the embedded pair's tokenizer."""
+    folder = tmp_path_factory.mktemp("silence")
+    config = hf.LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True, eos_token_id=2,
+    )  # fmt: skip
+    target = random_target(config).to(torch.bfloat16)
+    target.save_pretrained(folder / "target")
+    hf.AutoTokenizer.from_pretrained(target_path()).save_pretrained(folder / "target")
+    random_drafter(target, draft_vocab_size=8192).save_pretrained(folder / "drafter")
+    lines = [json.dumps({"conversations": messages}) for messages in CONVERSATIONS]
+    (folder / "texts.jsonl").write_text("\n".join(lines))
+    return {
+        "target": folder / "target",
+        "drafter": folder / "drafter",
+        "texts": folder / "texts.jsonl",
+        "published": PUBLISHED,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STARTED)
+def test_no_command_is_silent_for_long(name: str, paths: dict[str, Path], tmp_path: Path) -> None:
+    words = [word.format(**paths, out=tmp_path / "out") for word in STARTED[name]]
+    seen = watch(
+        [sys.executable, "-m", "eagle31_hf", name, *words], answers=ANSWERS.get(name, ()), env={"HF_HUB_OFFLINE": "1"}
+    )
+    assert seen.code == CODES.get(name, 0), seen.output
+    assert "Traceback" not in seen.output
+    assert "error:" not in seen.output
+    assert name != "serve" or "chat/completions" in seen.output, "its one request was answered"
+    assert seen.silence_cpu_s < MOST_SILENCE_S, f"after {seen.before!r}"
+
+
+def test_every_command_but_those_told_of_elsewhere_is_watched() -> None:
+    assert set(COMMANDS) - set(STARTED) == {"warmup", "mtp"}, "a compiler and a target with a head: tested beside these"
+
+
+def test_silence_is_work_without_a_word_and_no_wait() -> None:
+    work = "import time\nwhile time.process_time() < 1: pass\nprint('done')"
+    assert watch([sys.executable, "-c", work]).silence_cpu_s > 0.5
+    assert watch([sys.executable, "-c", "import time; print('on', flush=True); time.sleep(1)"]).silence_cpu_s < 0.5
