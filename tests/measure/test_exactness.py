@@ -6,6 +6,7 @@ from transformers import TemperatureLogitsWarper
 
 from eagle31_hf.measure.exactness import Kind, SampledBy, judge
 from eagle31_hf.sampling.logits_processing import DraftWarping
+from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from helpers import random_prompts, seeded, target_of
 
 
@@ -81,3 +82,24 @@ def test_a_tie_is_proven_and_what_follows_it_is_looked_at_too(greedy):
     assert judged(greedy, prefix + rest).kind == Kind.DIFFERENT, "without the tie it is wrong"
     wrong = [*rest[:3], (rest[3] + 1) % 96, *rest[4:]]
     assert judged(greedy, prefix + wrong, model=tied).kind == Kind.DIFFERENT, "behind the tie, too"
+
+
+def test_rounding_of_what_was_written_before_counts(greedy):
+    """Keys and values that were written token by token move the logits where the last block alone does not."""
+    model, prompt, plain = greedy
+    other = next(token for token in range(2, 96) if token not in plain)
+
+    class Rounding:
+        config = model.config
+
+        def __call__(self, **kwargs):
+            output, cache = model(**kwargs), kwargs.get(CACHE_ARGUMENT)
+            if cache is not None:
+                cache.forwards = getattr(cache, "forwards", 0) + 1
+            gap = 0.1 if cache is None or cache.forwards < 3 else 0.0
+            output.logits[..., other] = output.logits[..., plain[3]] - gap
+            return output
+
+    verdict = judge(Rounding(), prompt, [*plain[:3], other], plain[:4], blocks=(4,))
+    assert verdict.kind == Kind.TIE
+    assert verdict.logit_gap == pytest.approx(0.1, abs=1e-5)

@@ -2,9 +2,9 @@
 
 The proof looks at every written token, not at the first that differs: behind it two texts part, and each has to be
 the target's own choice given itself. The whole answer is read in one forward; where a written token is not the best
-one there, the same place is computed in other block sizes, and the distance of the two logits must be within twice
-what those sizes move them. Of a sampled answer the best token is that of the scores perturbed by the noise of each
-position (`sampling.draw`), which is the same for plain decoding under the same seed.
+one there, the answer is read again in the block sizes it was written in, and the distance of the two logits must be
+within twice what those sizes move them. Of a sampled answer the best token is that of the scores perturbed by the noise
+of each position (`sampling.draw`), which is the same for plain decoding under the same seed.
 """
 
 from __future__ import annotations
@@ -107,29 +107,39 @@ def judge(
     doubtful = sorted({position, *gaps.nonzero().flatten().tolist()})
     if len(doubtful) > MOST_TIES:
         return Verdict(Kind.DIFFERENT, position, float(gaps.max()), 0.0)
+    moved = [0.0] * len(doubtful)
+    for block in {1, *blocks}:
+        again = _in_blocks(model, text[:-1], len(prompt) - 1, block, doubtful)
+        moved = [max(each) for each in zip(moved, _distances(whole[doubtful], again, sampled), strict=True)]
     found = []
-    for place in doubtful:
-        moved = _rounding(model, text[: len(prompt) + place], whole[place], blocks, sampled)
+    for place, rounding in zip(doubtful, moved, strict=True):
         gap = float(gaps[place])
         if place == position:  # the plain text's token, too, has to be as good
             gap = max(gap, float((scores[place].amax() - scores[place, reference[place]]).abs()))
-        found.append((gap, moved))
+        found.append((gap, rounding))
     is_tie = all(gap <= TIE_ROUNDINGS * rounding for gap, rounding in found)
     gap, rounding = max(found, key=lambda pair: pair[0] - TIE_ROUNDINGS * pair[1])
     return Verdict(Kind.TIE if is_tie else Kind.DIFFERENT, position, gap, rounding)
 
 
-def _rounding(model: Any, prefix: Tensor, whole: Tensor, blocks: Sequence[int], sampled: SampledBy | None) -> float:
-    """How far logits `(V,)` after `prefix` `(t,)`, or the scores that sampling makes of them, move with the size of the
-    last block."""
-    warped = whole if sampled is None else sampled.warping(whole[None])[0]
-    moved = 0.0
-    for block in {1, *(min(block, len(prefix) - 1) for block in blocks)}:
-        cache = DynamicCache(config=model.config.get_text_config())
-        grown: dict[str, Any] = {CACHE_ARGUMENT: cache, "use_cache": True}
-        model(input_ids=prefix[None, :-block], **grown, logits_to_keep=1)
-        last = model(input_ids=prefix[None, -block:], **grown).logits[0, -1].float()
-        again = last if sampled is None else sampled.warping(last[None])[0]
-        both = warped.isfinite() & again.isfinite()  # what top-k leaves out has no score
-        moved = max(moved, (again - warped)[both].abs().max().item())
-    return moved
+def _in_blocks(model: Any, text: Tensor, start: int, block: int, places: Sequence[int]) -> Tensor:
+    """Logits `(len(places), V)` after `text[start:]` `(t,)`, read in blocks of this size: keys and values of what was
+    written before are rounded as they are while a text is written."""
+    kept: dict[str, Any] = {CACHE_ARGUMENT: DynamicCache(config=model.config.get_text_config()), "use_cache": True}
+    if start:
+        model(input_ids=text[None, :start], **kept, logits_to_keep=1)
+    found, last = [], start + max(places)
+    for begin in range(start, last + 1, block):
+        ids = text[None, begin : begin + block]
+        logits = model(input_ids=ids, **kept).logits[0].float()
+        found += [logits[start + place - begin] for place in places if begin <= start + place < begin + block]
+    return torch.stack(found)
+
+
+def _distances(logits: Tensor, again: Tensor, sampled: SampledBy | None) -> list[float]:
+    """How far logits `(n, V)`, or the scores that sampling makes of them, are from others, by row."""
+    if sampled is not None:
+        logits, again = sampled.warping(logits), sampled.warping(again)
+    both = logits.isfinite() & again.isfinite()  # what top-k leaves out has no score
+    distances: list[float] = (again - logits).abs().masked_fill(~both, 0.0).amax(-1).tolist()
+    return distances
