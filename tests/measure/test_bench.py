@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from eagle31_hf import NoDrafter
+from eagle31_hf.cli.terminal import conditions_line
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.measure import bench, gauges
 from eagle31_hf.measure.bench import (
@@ -250,6 +251,15 @@ def test_ties_and_steps_down_are_noted(measured_once):
     wrong = replace(tie, verdicts=(Verdict(Kind.DIFFERENT, 2, 1.0, 0.0),))
     result = summarise(replace(measured_once, calls=[*measured_once.calls, wrong, tie])).methods[-1]
     assert result.differences[tie.prompts[0]].kind is Kind.DIFFERENT, "an error is not hidden by a tie"
+
+
+def test_the_repeats_named_are_those_that_were_written(measured_once):
+    """Of the planned ones as many as there was time for."""
+    origin = {"device": "cpu", "threads": 2, "processor": "some", "dtype": "float32"}
+    for written, words in ((1, "of 1 interleaved repeat"), (2, "of 2 interleaved repeats")):
+        calls = [replace(call, repeat=repeat) for repeat in range(written) for call in measured_once.calls]
+        cut = replace(measured_once, calls=calls, settings=replace(measured_once.settings, repeats=3))
+        assert conditions_line(cut, origin).plain.endswith(words)
 
 
 def test_the_peak_is_that_of_the_call(monkeypatch, tmp_path):

@@ -93,12 +93,12 @@ def legend() -> Text:
 
 def conditions_line(measured: Measured, origin: dict[str, Any]) -> Text:
     """What was measured where."""
-    settings = measured.settings
     prompts = len({prompt for call in measured.calls for prompt in call.prompts})
+    repeats = len({call.repeat for call in measured.calls})  # fewer than planned where time ran out
     device = count(origin["threads"], "CPU thread") if origin["device"] == "cpu" else origin["device"]
     return Text(
-        f"{count(prompts, 'prompt')}, up to {settings.new_tokens} tokens each, {device} ({origin['processor']}), "
-        f"{origin['dtype']}; medians and spreads of {settings.repeats} interleaved repeats",
+        f"{count(prompts, 'prompt')}, up to {measured.settings.new_tokens} tokens each, {device} "
+        f"({origin['processor']}), {origin['dtype']}; medians and spreads of {count(repeats, 'interleaved repeat')}",
         style="dim",
     )
 
