@@ -131,9 +131,9 @@ def _in_blocks(model: Any, text: Tensor, start: int, block: int, places: Sequenc
     found, last = [], start + max(places)
     for begin in range(start, last + 1, block):
         ids = text[None, begin : begin + block]
-        logits = model(input_ids=ids, **kept).logits[0].float()
+        logits = model(input_ids=ids, **kept).logits[0]
         found += [logits[start + place - begin] for place in places if begin <= start + place < begin + block]
-    return torch.stack(found)
+    return torch.stack(found).float()
 
 
 def _distances(logits: Tensor, again: Tensor, sampled: SampledBy | None) -> list[float]:

@@ -217,12 +217,11 @@ class FreshNoise:
         """Noise `(1, count, V)` of the one row, from its own position on; that of a position stays until it is left
         behind, since a draft made ahead is chosen by what verifies it. See `PositionNoise.window`."""
         (start,) = starts
-        held = self._held[max(start - self._begin, 0) :]
-        if start < self._begin or len(held) < count:
-            known = held[: 0 if start < self._begin else count]
-            self._held = self._held.new_empty(count + KEPT_BEHIND, self._held.shape[-1])
-            self._held[len(known) :].exponential_(generator=self._generator)
-            self._held[: len(known)] = known
+        held = self._held[start - self._begin :] if start >= self._begin else self._held[:0]
+        if len(held) < count:
+            self._held = held.new_empty(count + KEPT_BEHIND, held.shape[-1])
+            self._held[: len(held)] = held
+            self._held[len(held) :].exponential_(generator=self._generator)
             self._begin, held = start, self._held
         return held[:count][None]
 
