@@ -35,7 +35,7 @@ _MEASURED = re.compile(r"\|\s*\**\d+\.\d+")  # a table cell with a figure
 
 _RECORD = {"target": str, "license": str, "conditions": str, "data": list, "stages": list, "recipe": dict,
            "versions": dict}  # fmt: skip
-"""What a card must tell beside the checkpoint: fields of `training_report.json`, as `training.record` writes them.
+"""What a card must tell beside the checkpoint: fields of `training_report.json`, as `training.report` writes them.
 
 `stages` holds `{"name": …, "acceptance": {category: {"rounds", "accepted", "drafted_at", "accepted_at"}}}`, with a
 `curve` of `{"step", "tokens", "acceptance_length", "standard_error"}` where it was kept. A `command` may stand beside.

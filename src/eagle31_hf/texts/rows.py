@@ -60,13 +60,13 @@ class Conversation:
     id: str  # the row's own id, else file and line; unique within a data set
     category: str  # what acceptance is reported by: the row's `category`, else the name of its file
     messages: tuple[Message, ...]  # chat messages; one message of role `"text"` for a row that is no chat
-    # token ids with which the target itself ended the last message (`regeneration`); empty otherwise
+    # token ids with which the target itself ended the last message (`training.writing`); empty otherwise
     answer_ids: tuple[int, ...] = ()
     answer_temperature: float | None = None  # what it wrote them with; `None` if that is not known
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas of functions the assistant may call
     # passed on to the chat template, e.g. `enable_thinking`.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    key: str = ""  # what a text that the target writes for it is kept by (`regeneration.with_keys`)
+    key: str = ""  # what a text that the target writes for it is kept by (`training.writing.with_keys`)
 
     @property
     def is_text(self) -> bool:
