@@ -146,7 +146,7 @@ class Eagle31GenerationConfig(GenerationConfig):
             value = getattr(self, field)
             if value not in allowed:
                 raise ConfigurationError(
-                    removal(f"{field} {value}") or f"{field} is {value!r}; wanted one of {allowed}"
+                    removal(f"{field} {value}") or f"{field} is {value!r}; wanted one of {', '.join(map(str, allowed))}"
                 )
         if self.stored_cache_type != "full" and self.speculation_loop == "plain":
             raise ConfigurationError(

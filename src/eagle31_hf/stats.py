@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+USELESS_LENGTH = 1.3
+"""Tokens a pass below which a drafter is worth its time on no machine."""
 NOT_A_NUMBER = "the drafter's scores are no numbers (NaN); the rest of the text is written without it"
 
 
@@ -106,7 +108,8 @@ class Acceptance:
 
 @dataclass(repr=False)
 class SpeculationStats(Acceptance):
-    """Figures of one `generate` call, drafts of every source counted together. Printed, they are three lines.
+    """Figures of one `generate` call, drafts of every source counted together. Printed, they are three lines, or one
+    where no drafts were taken.
 
     A draft token counts as accepted when the target agreed with it, also where the text ended before it: the figures
     judge the drafter, `new_tokens` what was written.
@@ -172,11 +175,11 @@ class SpeculationStats(Acceptance):
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def __repr__(self) -> str:
+        if self.loop == "plain" and not self.passes:
+            return f"written by plain decoding, 1 token a pass: {self.reason}"
         return "\n".join((self._speed_line(), self._sources_line(), self._rests_line()))
 
     def _speed_line(self) -> str:
-        if self.loop == "plain":
-            return f"1 token a pass ({self.new_tokens} tokens), written by plain decoding: {self.reason}"
         rows = " and row" if self.rounds > self.passes else ""
         why = f": {self.reason}" if self.reason else ""
         cache = "" if self.cache_type == "full" else f", over {self.cache_type} keys and values"
@@ -200,7 +203,9 @@ class SpeculationStats(Acceptance):
     def _why_it_rested(self) -> str:
         whys = [event.why for event in self.events if event.what == "rest"]
         drafts = self.drafted > self.looked_up.drafted
-        return whys[-1] if whys else "their seconds are compared" if drafts else "the text repeated nothing"
+        if whys:
+            return whys[-1]
+        return "to see how fast the target is without drafts" if drafts else "the text repeated nothing"
 
 
 def _less(whole: Any, part: Any) -> Any:

@@ -47,6 +47,12 @@ def test_a_target_with_another_vocabulary_is_refused(tmp_path):
     assert "99" in message
 
 
+@pytest.mark.parametrize("command", ["chat", "doctor", "generate", "serve", "warmup"])
+def test_a_pair_without_its_options_is_told_of_them(command):
+    message = " ".join(run(command, "one", "two", code=2).stderr.replace("│", "").split())
+    assert "(one two); name what it is, with --target, --drafter" in message
+
+
 SWAPPED = {
     "both": ["generate", "--target", DRAFTER, "--drafter", TARGET, "--prompt", "x"],
     "chat": ["chat", "--target", DRAFTER, "--drafter", TARGET],

@@ -50,4 +50,4 @@ def test_a_terminal_gets_a_bar() -> None:
     out = Console(file=io.StringIO(), force_terminal=True, width=60)
     with progress.progress_bar(out) as advance:
         advance("measuring", 2, 4)
-    assert "2/4" in out.file.getvalue()  # type: ignore[attr-defined]
+    assert "2 of 4" in out.file.getvalue()  # type: ignore[attr-defined]

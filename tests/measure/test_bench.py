@@ -190,7 +190,7 @@ def test_a_wrong_answer_forbids_the_speedup():
     assert (told["same_text"], told["methods"][1]["speedup"], told["methods"][1]["answers"]) == (
         False, None, {"different": 2},
     )  # fmt: skip
-    assert "drafter, random/0, differs from its token 5 on: not a tie" in shown(result)
+    assert "drafter differs, random/0 from its token 5 on: not a tie" in shown(result)
     assert "refused" in shown(result)
 
 
@@ -245,7 +245,8 @@ def test_ties_and_steps_down_are_noted(measured_once):
     stats = replace(tie.stats, loop="plain", reason="not today", fallbacks=["steps stay eager"])
     text = shown(summarise(replace(measured_once, calls=[*measured_once.calls, replace(tie, stats=stats)])))
     assert "yes, up to ties" in text
-    assert "differs from its token 4 on: a tie (logits 0.01 apart" in text
+    assert "differs at ties (logits at most 0.01 apart" in text
+    assert "random/1 from its token 4 on" in text
     assert "served by plain: not today" in text
     assert "served by steps stay eager" in text
     wrong = replace(tie, verdicts=(Verdict(Kind.DIFFERENT, 2, 1.0, 0.0),))

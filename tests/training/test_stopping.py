@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from eagle31_hf.stats import Acceptance
 from eagle31_hf.training.progress import StopRequest, describe_kept, open_folder, telling_what_is_kept
 from eagle31_hf.training.report import StageResult, TrainingPlan, TrainingReport, command_line, learning_curve
 from eagle31_hf.training.settings import TrainingSettings
@@ -45,8 +46,16 @@ def test_what_is_kept_is_counted(out: Path, tmp_path: Path) -> None:
     assert describe_kept(out) == "2 self-written prompts, 2 answers, stage1 up to step 1,500"
     report = TrainingReport(out, PLAN, (StageResult("stage1", 30, 1.0, {}),))
     (out / "training_report.json").write_text(json.dumps(report.to_dict()))
-    assert describe_kept(out).endswith("stage1 as a whole")
+    assert describe_kept(out).endswith("stage1, finished")
     assert describe_kept(tmp_path / "none") == ""
+
+
+def test_a_drafter_of_no_use_is_called_so(tmp_path: Path) -> None:
+    useless, useful = (Acceptance(rounds=10, accepted=count) for count in (1, 15))
+    for counts, words in ((useless, "1.10 tokens a pass on held-out prompts, too few"), (useful, "chat --target t")):
+        report = TrainingReport(tmp_path, PLAN, (StageResult("stage1", 30, 1.0, {"all": counts}),))
+        (line,) = report.advice("t")
+        assert words in line
 
 
 def test_fresh_removes_what_a_run_has_left_and_nothing_else(out: Path) -> None:

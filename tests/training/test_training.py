@@ -259,7 +259,7 @@ def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint(tmp_path: Path,
     with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt):
         stop.leave()
     assert last_checkpoint(tmp_path / "stopped") == tmp_path / "stopped" / "checkpoint-3", "no multiple of save_steps"
-    assert "stopping behind this step" in written.getvalue()
+    assert "stopping after this step" in written.getvalue()
     resumed = make_trainer(tmp_path / "stopped", steps=5)
     resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-3"))
     assert losses_of(resumed) == losses_of(whole)

@@ -61,9 +61,11 @@ class LazyCommand(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         words = [word for arg in args for word in arg.split("=", 1)]  # reading them empties the list
+        command = self.load()
         try:
-            return self.load().make_context(info_name, args, parent=parent, **extra)
+            return command.make_context(info_name, args, parent=parent, **extra)
         except Exception as error:
+            _explain_extra(error, command)
             option = getattr(error, "option_name", None)  # of click's NoSuchOption, which typer may bring along
             raise _explain_removal(error, f"{self.name} {option}", *map(" ".join, pairwise(words))) from None
 
@@ -112,6 +114,14 @@ class LazyCommands(TyperGroup):
             raise _explain_removal(error, args[0]) from None
 
 
+def _explain_extra(error: Exception, command: Any) -> None:
+    """A word too many is often a target, a drafter or a prompt: the line says which options take them."""
+    takes = [name for option in command.params for name in option.opts if name in ("--target", "--drafter", "--prompt")]
+    message = getattr(error, "message", "")
+    if takes and message.startswith("Got unexpected extra argument"):
+        error.message = f"{message}; name what it is, with {', '.join(takes)}"  # type: ignore[attr-defined]
+
+
 def _explain_removal(error: Exception, *names: str) -> Exception:
     """The usage error `error`; its line says what to do instead if one of `names` is a command, an option or an
     option's value that has gone."""
@@ -158,7 +168,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _common(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     _quiet_transformers()
@@ -175,3 +185,4 @@ def _quiet_transformers() -> None:
     else:  # it and huggingface_hub read these when they are imported
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a line for each time that a connection is tried again

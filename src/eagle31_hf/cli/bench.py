@@ -105,7 +105,8 @@ def bench(
         console.print(part)
     if plot is not None:
         where = conditions_line(measured, made_by).plain
-        plot_bench(result, plot, title=f"{loaded.name}, drafts by {names['drafter']}", footer=where)
+        target, by = (Path(name).name for name in names.values())  # of a folder or a Hub id
+        plot_bench(result, plot, title=f"{target}, drafts by {by}", footer=where)
         console.print(f"plot: {plot}")
     if not result.is_exact:
         raise typer.Exit(1)

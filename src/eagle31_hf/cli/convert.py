@@ -69,7 +69,7 @@ def convert(
     name = _target_name(checkpoint)
     if layout.needs_target and (name is None or not checkpoint.config.own_embedding):
         console.print(
-            "its own loader asks for the target's name and embedding: convert it with --target",
+            f"loaders of {format} checkpoints want the target's name and embedding in them: convert it with --target",
             soft_wrap=True,
         )
     _show_serving(console, destination, format, name or UNKNOWN_TARGET)

@@ -182,10 +182,12 @@ def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], 
     """All calls of the settings; the console is told what takes its time."""
     if any(method.by_graphs for method in settings.methods):
         console.print("Compiling what no earlier run has left: minutes the first time, nothing the second.")
+    minutes = settings.minutes
+    measuring = f"measuring for at most {minutes:g} minute{'' if minutes == 1 else 's'}" if minutes else "measuring"
     with progress_bar(console) as advance:
 
         def on_turn(done: int, of: int) -> None:
-            advance("measuring", done, of)
+            advance(measuring, done, of)
 
         def on_made(made: int, of: int) -> None:
             advance("compiling graphs", made, of)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .options import make_console
 
@@ -57,13 +57,15 @@ def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     if not console.is_terminal:
         yield _lines_now_and_then()
         return
+    # What is left is not told: most measurements are bounded by time, and end before all is done.
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-        TimeRemainingColumn(),
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[so_far]}"), TimeElapsedColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True, refresh_per_second=1) as progress:
-        task = progress.add_task("warming up", total=None)
-        yield lambda what, done, of: progress.update(task, description=what, completed=done, total=of)
+        task = progress.add_task("warming up", total=None, so_far="")
+        yield lambda what, done, of: progress.update(
+            task, description=what, completed=done, total=of, so_far=f"{done} of {of}"
+        )
 
 
 def _lines_now_and_then() -> Callable[[str, int, int], None]:

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError
+from ..texts.chats import shows_tools
 from .option_groups import expand_options
 from .options import TracebackOption, make_console, readable_errors
 from .pairs import Drafting, LoadedPair, PairSource, load_pair
@@ -43,7 +44,10 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Requests that may wait for a row; others are told to come back.")
     ] = 64,
-    prefill_chunk: Annotated[int | None, typer.Option(min=16, help="Prompt tokens read between two rounds.")] = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(min=16, help="Tokens of new prompts that are read between two passes of running texts."),
+    ] = None,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds running texts get when the server stops.")] = 10.0,
     quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
     traceback: TracebackOption = False,
@@ -86,7 +90,8 @@ def serve(
         f"{_address(listening)}/v1 (Ctrl-C to stop)",
         soft_wrap=not console.is_terminal,
     )
-    console.print(f"Thoughts and calls are read as: {engine.form.name}", style="dim")
+    tools = "" if shows_tools(pair.tokenizer) else "; the chat template has no place for tools: requests get none"
+    console.print(f"Thoughts and calls are read as: {engine.form.name}{tools}", style="dim")
     if engine.unfollowed:
         console.print(
             f"Not followed, of {name}'s generation config: {', '.join(engine.unfollowed)}; texts are chosen without",

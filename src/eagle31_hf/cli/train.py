@@ -20,4 +20,7 @@ def train(*, settings: TrainingSettings, json_path: JsonOption = None, traceback
     report = train_drafter(settings, console=make_console(stderr=True))
     if is_first_process():
         write_json(json_path, report.to_dict())
-        make_console().print(f"drafter written to {report.folder}")
+        console = make_console()
+        console.print(f"drafter written to {report.folder}")
+        for line in report.advice(settings.target):
+            console.print(line)

@@ -136,16 +136,31 @@ def bench_notes(result: BenchResult) -> Iterator[Text]:
     if measured.graphs:
         lines.append(f"{measured.graphs} graphs were compiled in {measured.graphs_s:.0f} s and kept.")
     for each in result.methods:
-        lines += [
-            f"{each.method.name}, {prompt}, differs from its token {found.position + 1} on: "
-            f"{'a tie' if found.kind is Kind.TIE else 'not a tie'} (logits {found.logit_gap:.3g} apart, the target's "
-            f"own rounding moves them by {found.rounding:.3g})."
-            for prompt, found in each.differences.items()
-        ]
+        lines += _difference_lines(each)
         lines += [f"{each.method.name}: served by {loop}." for loop in each.served_by]
         if each.method.drafts and each.speedup is not None and each.speedup.median < 1:
             lines.append(f"{each.method.name}: slower than plain here; try graphs, or fewer --draft-tokens.")
     yield from (Text(line, style="dim") for line in lines)
+
+
+def _difference_lines(result: MethodResult) -> Iterator[str]:
+    """Where texts part from plain's: a line for each that is wrong, one for all that part at ties."""
+    name, ties = result.method.name, []
+    for prompt, found in result.differences.items():
+        place = f"{prompt} from its token {found.position + 1} on"
+        if found.kind is Kind.TIE:
+            ties.append((place, found))
+        else:
+            yield (
+                f"{name} differs, {place}: not a tie (logits {found.logit_gap:.3g} apart, the target's own rounding "
+                f"moves them by {found.rounding:.3g})."
+            )
+    if ties:
+        widest = max((found for _, found in ties), key=lambda found: found.logit_gap)
+        yield (
+            f"{name} differs at ties (logits at most {widest.logit_gap:.3g} apart, where the target's own rounding "
+            f"moves them by {widest.rounding:.3g}): {', '.join(place for place, _ in ties)}."
+        )
 
 
 def _number(value: float | None, spec: str) -> str:

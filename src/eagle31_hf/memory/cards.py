@@ -147,7 +147,8 @@ def _several(card: str) -> list[str]:
 def find_card(card: str | int | Card | None) -> Card:
     """A card by name (`"RTX 4090"`), by size (`24_000_000_000`, `"24GiB"`), or this one (`None`, `"this machine"`).
 
-    An Apple chip without its memory (`"M3 Ultra"`) is the smallest one sold: what fits there fits on all of them.
+    `"cpu"` is this machine's main memory. An Apple chip without its memory (`"M3 Ultra"`) is the smallest one sold:
+    what fits there fits on all of them.
 
     Raises:
         MemoryPlanError: no such card (the known ones are listed), several, or a size that makes no sense.
@@ -156,6 +157,8 @@ def find_card(card: str | int | Card | None) -> Card:
         return measure_card()
     if isinstance(card, Card):
         return card
+    if isinstance(card, str) and _key(card) == "cpu":
+        return measure_card(torch.device("cpu"))
     if isinstance(card, int):
         return _card_of_size(card, f"{card / GIB:.1f} GiB card")
     size = re.fullmatch(r"\s*([\d.]+)\s*([kmg]?i?b)\s*", card, re.IGNORECASE)
@@ -169,10 +172,10 @@ def find_card(card: str | int | Card | None) -> Card:
         return min(chips, key=lambda entry: entry.total_bytes)
     one_card(_several(card))
     close = difflib.get_close_matches(_key(card), by_key, n=3)
-    hint = f"did you mean {', '.join(by_key[key].name for key in close)}? " if close else ""
+    names = f"did you mean {', '.join(by_key[key].name for key in close)}" if close else f"known: {', '.join(CARDS)}"
     raise MemoryPlanError(
-        f"got card {card!r}, which is not in the table; {hint}known: {', '.join(CARDS)}; or give its memory, "
-        "e.g. '24GiB', or 'this machine' to measure it"
+        f"got card {card!r}, which is not in the table; {names}? Or give its memory, e.g. '24GiB', or 'this machine' "
+        "to measure it"
     )
 
 

@@ -345,6 +345,10 @@ def _alternatives(request: _Request, target: Any, attention: str | None) -> tupl
     larger = _larger_card(request)
     if larger:
         found.append(Alternative("card", larger))
+    if not smaller and not request.target.loaded:  # both at once
+        packed = read_target(target, SCHEMES[_SMALLER_SCHEMES[-1]], attention=attention)
+        if (card := _larger_card(replace(request, target=packed))) not in (None, larger):
+            found.append(Alternative("card", f"{card} with quantization {_SMALLER_SCHEMES[-1]}"))
     return tuple(found)
 
 

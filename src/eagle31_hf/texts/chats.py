@@ -41,7 +41,7 @@ def encode_chat(
     template = tokenizer.chat_template
     if not template:
         return _without_template(tokenizer, messages, tools)
-    if tools and not (isinstance(template, dict) and "tool_use" in template) and "tools" not in str(template):
+    if tools and not shows_tools(tokenizer):
         raise ConfigurationError(
             "this model's chat template has no place for tools; leave tools out, or give a template that has "
             "(--chat-template)"
@@ -74,6 +74,12 @@ def _with_written_arguments(message: Message) -> Message:
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls}
+
+
+def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template has a place for tools."""
+    template = tokenizer.chat_template
+    return (isinstance(template, dict) and "tool_use" in template) or "tools" in str(template)
 
 
 def _without_template(

@@ -16,6 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from transformers import TrainerCallback
 
 from ..checkpoints.card import RECORD_FILE
@@ -47,9 +48,9 @@ class Counting:
         self._console, self._title, self._total, self._resumes = console, title, total, resumes
         self.bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            BarColumn(table_column=Column(min_width=6, max_width=24)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=len("0:00:00"))),
+            TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=console,
             speed_estimate_period=600,  # some things are done by the batch, and a batch takes minutes
             transient=True,
@@ -156,7 +157,7 @@ def describe_kept(out: Path) -> str:
     for stage in (f"stage{number}" for number in STAGES):
         checkpoint = last_checkpoint(out / stage)
         if stage in finished:
-            parts.append(f"{stage} as a whole")
+            parts.append(f"{stage}, finished")
         elif checkpoint is not None:
             parts.append(f"{stage} up to step {int(checkpoint.name.rpartition('-')[2]):,}")
     return ", ".join(parts)
@@ -199,7 +200,7 @@ class StopRequest(TrainerCallback):
         if not self._steps or (again and PartialState().num_processes == 1):
             self.leave()
         with suppress(RuntimeError):  # of a stream that was just being written to
-            say(self._console, "stopping behind this step, with a checkpoint; once more stops at once")
+            say(self._console, "stopping after this step, with a checkpoint; press again to stop at once")
 
     def leave(self) -> None:
         """End the program if a signal came."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import __version__
 from ..checkpoints.card import RECORD_FILE
 from ..drafter.drafter import Eagle31Drafter
-from ..stats import Acceptance
+from ..stats import USELESS_LENGTH, Acceptance
 from ..targets.devices import now
 from .data import collate
 from .measure import KnownTexts, rounds_of
@@ -63,13 +63,13 @@ class TrainingPlan:
     def __str__(self) -> str:
         return "\n".join(
             (
-                f"data      {self.tokens:,} tokens in {self.rows:,} rows",
+                f"data      {self.tokens:,} tokens in {self.rows:,} row{'' if self.rows == 1 else 's'}",
                 f"learned   {self.supervised_tokens:,} tokens, {self.coverage:.2%} of them can be drafted",
                 f"steps     {self.steps:,} at {self.step_s:.2f} s",
-                f"measured  {self.measurements} x {self.prompts} prompts, about {self.measurement_s:.0f} s each",
+                f"measured  {self.measurements} x {self.prompts} prompts, about {self.measurement_s:.2g} s each",
                 f"time      {self.total_s / 60:.1f} minutes",
-                f"memory    {self.training_bytes / 1e9:.2f} GB beside the target",
-                f"disk      {self.disk_bytes / 1e9:.2f} GB",
+                f"memory    {self.training_bytes / 1e9:.3g} GB beside the target",
+                f"disk      {self.disk_bytes / 1e9:.3g} GB",
             )
         )
 
@@ -153,6 +153,17 @@ class TrainingReport:
     folder: Path
     plan: TrainingPlan
     stages: tuple[StageResult, ...]
+
+    def advice(self, target: str) -> Iterator[str]:
+        """What to do with the drafter, one line each."""
+        length = Acceptance.of(self.stages[-1].acceptance.values()).acceptance_length
+        if length < USELESS_LENGTH:
+            yield (
+                f"it brings {length:.2f} tokens a pass on held-out prompts, too few to be of use: train on more texts "
+                "(--prompts), for longer (--epochs, --minutes)"
+            )
+        else:
+            yield f"try it: eagle31 chat --target {target} --drafter {self.folder}"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready figures."""

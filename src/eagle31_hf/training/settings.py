@@ -107,7 +107,7 @@ class TrainingSettings:
             value = getattr(self, name)
             if value not in allowed:
                 known = removal(f"--{name} {value}")
-                raise ConfigurationError(known or f"{name} is {value!r}; wanted one of {allowed}")
+                raise ConfigurationError(known or f"{name} is {value!r}; wanted one of {', '.join(map(str, allowed))}")
         for name in _AT_LEAST_ONE:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; wanted at least 1")

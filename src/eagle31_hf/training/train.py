@@ -130,6 +130,13 @@ class _Run:
         documents, prompts = preparation.read_texts()
         coverage = preparation.cover(drafter, documents.documents)
         dataset = PackedDocuments(documents.documents, settings.max_length, seed=settings.seed)
+        steps = self._steps_by_settings(len(dataset))
+        earlier = read_report(settings.out) if settings.resume else None
+        if earlier is not None and earlier.stages[0].name == self.stage and steps is not None:
+            if earlier.plan.steps >= steps:
+                say(self.console, f"finished  by an earlier run of {earlier.plan.steps:,} steps; nothing is trained")
+                return earlier
+            say(self.console, f"going on  from the {earlier.plan.steps:,} steps of an earlier run")
         if settings.stage == "2":
             require_stage_two(self.target, documents.documents, settings.temperature)
         model = OBJECTIVES[settings.stage](
@@ -138,13 +145,10 @@ class _Run:
         known = self._known_texts(drafter, prompts)
         with self.console.status("timing a step and a measurement"):
             plan = self._plan(model, dataset, documents, coverage, known, len(prompts))
+            if steps is None:
+                steps = self._steps_in_time(plan)
+            plan = self._with_steps(plan, steps)
         say(self.console, str(plan))
-        earlier = read_report(settings.out) if settings.resume else None
-        if earlier is not None and earlier.stages[0].name == self.stage:
-            if earlier.plan.steps >= plan.steps:
-                say(self.console, f"finished  by an earlier run of {earlier.plan.steps:,} steps; nothing is trained")
-                return earlier
-            say(self.console, f"going on  from the {earlier.plan.steps:,} steps of an earlier run")
         result = self._train(model, dataset, known, plan.steps)
         curve = learning_curve(self.folder, plan.tokens_per_step)
         report = TrainingReport(settings.out, plan, (replace(result, curve=curve),))
@@ -181,16 +185,15 @@ class _Run:
         prompts: int,
     ) -> TrainingPlan:
         settings = self.settings
-        rows_per_step = settings.batch_rows * settings.accumulate * PartialState().num_processes
         disk = checkpoint_bytes(model.drafter, KEPT_CHECKPOINTS)
         require_disk(settings.out, disk, f"keeping {KEPT_CHECKPOINTS} checkpoints")
         batch = [dataset[index % len(dataset)] for index in range(settings.batch_rows)]
-        plan = TrainingPlan(
+        return TrainingPlan(
             rows=len(dataset),
             tokens=documents.tokens,
             supervised_tokens=documents.supervised_tokens,
             coverage=coverage,
-            rows_per_step=rows_per_step,
+            rows_per_step=self._rows_per_step,
             steps=0,
             step_s=settings.accumulate * time_step(model, batch, bf16=self.bf16),
             measurements=0,
@@ -199,22 +202,28 @@ class _Run:
             disk_bytes=disk,
             training_bytes=training_bytes(model, settings.batch_rows * settings.max_length),
         )
-        if settings.minutes is not None:
-            return self._with_steps(plan, self._steps_in_time(plan, settings.minutes))
-        epochs = math.floor(settings.epochs * len(dataset) / rows_per_step)
-        return self._with_steps(plan, settings.max_steps or max(1, epochs))
+
+    def _steps_by_settings(self, rows: int) -> int | None:
+        """Steps over so many rows that are known before one is timed: a resumed run keeps what it began with, since its
+        learning rate decays over so many. `None`: as many as there is time for."""
+        settings = self.settings
+        if settings.minutes is None:
+            epochs = math.floor(settings.epochs * rows / self._rows_per_step)
+            return settings.max_steps or max(1, epochs)
+        if self.checkpoint is None:
+            return None
+        return json.loads((self.checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
+
+    @property
+    def _rows_per_step(self) -> int:
+        return self.settings.batch_rows * self.settings.accumulate * PartialState().num_processes
 
     def _with_steps(self, plan: TrainingPlan, steps: int) -> TrainingPlan:
         return replace(plan, steps=steps, measurements=steps // min(self.settings.eval_steps, max(1, steps)))
 
-    def _steps_in_time(self, plan: TrainingPlan, minutes: float) -> int:
-        """As many steps as are done and measured in the minutes; a resumed run keeps what it began with.
-
-        Its learning rate decays over so many.
-        """
-        if self.checkpoint is not None:
-            return json.loads((self.checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
-        left_s = 60.0 * minutes - (time.monotonic() - self.started)
+    def _steps_in_time(self, plan: TrainingPlan) -> int:
+        """As many steps as are done and measured in the minutes that the settings give."""
+        left_s = 60.0 * (self.settings.minutes or 0.0) - (time.monotonic() - self.started)
 
         def seconds_of(steps: int) -> float:
             return self._with_steps(plan, steps).total_s
