@@ -28,11 +28,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..errors import ConfigurationError, IncompatibleTargetError
+from ..errors import IncompatibleTargetError
 from .layers import FullLayer, SlotLayer, WindowLayer
-from .placement import Placement
-from .spans import AttentionSpan
-from .states import StateLayer, stateful
 
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127  # of float32
 SMALLEST_EXPONENT = -24
@@ -131,35 +128,6 @@ class QuantizedFullLayer(QuantizedLayer, FullLayer):
 
 class QuantizedWindowLayer(QuantizedLayer, WindowLayer):
     """See `WindowLayer`; its scratch, too, holds codes: what reaches the ring is moved, not rounded again."""
-
-
-def make_layers(
-    spans: Sequence[AttentionSpan],
-    num_states: Sequence[int],
-    placement: Placement,
-    cache_type: str,
-    workspace: Workspace,
-) -> list[Any]:
-    """One empty layer per span, with so many states each; a `StateLayer` where nothing is attended to but states kept.
-
-    Raises:
-        ConfigurationError: unknown cache type.
-    """
-    if cache_type not in CACHE_TYPES:
-        raise ConfigurationError(f"got cache_type={cache_type!r}; wanted one of {', '.join(CACHE_TYPES)}")
-    full: Any = FullLayer if cache_type == "full" else QuantizedFullLayer
-    windowed: Any = WindowLayer if cache_type == "full" else QuantizedWindowLayer
-    how: dict[str, Any] = {} if cache_type == "full" else {"workspace": workspace}
-    layers: list[Any] = []
-    for index, (span, states) in enumerate(zip(spans, num_states, strict=True)):
-        kind, layout = (full, ()) if span.window is None else (windowed, (span.ring,))
-        if not states:
-            layers.append(kind(placement, *layout, **how))
-        elif not span.attends:
-            layers.append(StateLayer(placement, num_states=states, index=index))
-        else:
-            layers.append(stateful(kind)(placement, *layout, num_states=states, index=index, **how))
-    return layers
 
 
 def refuse_unquantizable(config: PreTrainedConfig, cache_type: str) -> None:

@@ -28,14 +28,14 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError
 from .kept_buffers import KeptBuffers
-from .layers import SlotLayer, WindowLayer
+from .layers import FullLayer, SlotLayer, WindowLayer
 from .masks import BlockMasks, ResidentMask
 from .placement import Placement
-from .quantized import Workspace, make_layers, refuse_unquantizable
+from .quantized import CACHE_TYPES, QuantizedFullLayer, QuantizedWindowLayer, Workspace, refuse_unquantizable
 from .slot_moves import full_moves, ring_moves
-from .spans import LayerKinds, LayerSpans, kinds_from_config
+from .spans import AttentionSpan, LayerKinds, LayerSpans, kinds_from_config
 from .state_tape import LastNodes
-from .states import Settle, StateLayer, settle_states
+from .states import Settle, StateLayer, settle_states, stateful
 from .stock import HeldLayer, LayerStates, StateSnapshot, held_length, read_stock_layers
 
 SMALL_SLAB = 256
@@ -410,3 +410,32 @@ class SpeculativeCache(Cache):
                 keys, values = layer.held(self.lengths[row], row)
             held[index] = HeldLayer(keys, values, layer.held_states(row) if isinstance(layer, StateLayer) else {})
         return {index: layer for index, layer in held.items() if not layer.is_empty}
+
+
+def make_layers(
+    spans: Sequence[AttentionSpan],
+    num_states: Sequence[int],
+    placement: Placement,
+    cache_type: str,
+    workspace: Workspace,
+) -> list[Any]:
+    """One empty layer per span, with so many states each; a `StateLayer` where nothing is attended to but states kept.
+
+    Raises:
+        ConfigurationError: unknown cache type.
+    """
+    if cache_type not in CACHE_TYPES:
+        raise ConfigurationError(f"got cache_type={cache_type!r}; wanted one of {', '.join(CACHE_TYPES)}")
+    full: Any = FullLayer if cache_type == "full" else QuantizedFullLayer
+    windowed: Any = WindowLayer if cache_type == "full" else QuantizedWindowLayer
+    how: dict[str, Any] = {} if cache_type == "full" else {"workspace": workspace}
+    layers: list[Any] = []
+    for index, (span, states) in enumerate(zip(spans, num_states, strict=True)):
+        kind, layout = (full, ()) if span.window is None else (windowed, (span.ring,))
+        if not states:
+            layers.append(kind(placement, *layout, **how))
+        elif not span.attends:
+            layers.append(StateLayer(placement, num_states=states, index=index))
+        else:
+            layers.append(stateful(kind)(placement, *layout, num_states=states, index=index, **how))
+    return layers
