@@ -244,9 +244,8 @@ def test_ties_and_steps_down_are_noted(measured_once):
     tie = replace(measured_once.calls[-1], verdicts=(Verdict(Kind.TIE, 3, 0.01, 0.02),))
     stats = replace(tie.stats, loop="plain", reason="not today", fallbacks=["steps stay eager"])
     text = shown(summarise(replace(measured_once, calls=[*measured_once.calls, replace(tie, stats=stats)])))
-    assert "yes, up to ties" in text
-    assert "differs at ties (logits at most 0.01 apart" in text
-    assert "random/1 from its token 4 on" in text
+    assert "up to ties" in text
+    assert "from its token 4 on: a tie, the widest of 1 (logits 0.01 apart" in text
     assert "served by plain: not today" in text
     assert "served by steps stay eager" in text
     wrong = replace(tie, verdicts=(Verdict(Kind.DIFFERENT, 2, 1.0, 0.0),))

@@ -10,12 +10,12 @@ from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from .exactness import Kind
+from .exactness import Kind, Verdict
 from .results import BenchResult, MethodResult
 
 REFUSED = "refused"
 """In place of a speedup that may not be told."""
-_OF_CELLS = {REFUSED: "bold red", "NO": "bold red", "yes": "green", "yes, up to ties": "green"}
+_OF_CELLS = {REFUSED: "bold red", "NO": "bold red", "yes": "green", "up to ties": "green"}
 
 
 def figure_table(
@@ -45,7 +45,7 @@ def verdict_text(result: MethodResult) -> str:
     verdicts = result.verdicts
     if verdicts[Kind.DIFFERENT]:
         return "NO"
-    return "yes, up to ties" if verdicts[Kind.TIE] else "yes" if verdicts[Kind.SAME] else ""
+    return "up to ties" if verdicts[Kind.TIE] else "yes" if verdicts[Kind.SAME] else ""
 
 
 def verdict_line(result: BenchResult) -> str:
@@ -145,22 +145,19 @@ def bench_notes(result: BenchResult) -> Iterator[Text]:
 
 def _difference_lines(result: MethodResult) -> Iterator[str]:
     """Where texts part from plain's: a line for each that is wrong, one for all that part at ties."""
-    name, ties = result.method.name, []
-    for prompt, found in result.differences.items():
-        place = f"{prompt} from its token {found.position + 1} on"
-        if found.kind is Kind.TIE:
-            ties.append((place, found))
-        else:
-            yield (
-                f"{name} differs, {place}: not a tie (logits {found.logit_gap:.3g} apart, the target's own rounding "
-                f"moves them by {found.rounding:.3g})."
-            )
-    if ties:
-        widest = max((found for _, found in ties), key=lambda found: found.logit_gap)
-        yield (
-            f"{name} differs at ties (logits at most {widest.logit_gap:.3g} apart, where the target's own rounding "
-            f"moves them by {widest.rounding:.3g}): {', '.join(place for place, _ in ties)}."
+
+    def line(prompt: str, found: Verdict, what: str) -> str:
+        return (
+            f"{result.method.name} differs, {prompt} from its token {found.position + 1} on: {what} (logits "
+            f"{found.logit_gap:.3g} apart, the target's own rounding moves them by {found.rounding:.3g})."
         )
+
+    ties = [(prompt, found) for prompt, found in result.differences.items() if found.kind is Kind.TIE]
+    for prompt, found in result.differences.items():
+        if found.kind is not Kind.TIE:
+            yield line(prompt, found, "not a tie")
+    if ties:
+        yield line(*max(ties, key=lambda each: each[1].logit_gap), f"a tie, the widest of {len(ties)}")
 
 
 def _number(value: float | None, spec: str) -> str:
