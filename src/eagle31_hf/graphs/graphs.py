@@ -52,7 +52,7 @@ class Graphs:
 
     Attributes:
         copied_bytes: of weights that graphs for a CPU may hold copies of; 0 if they may not.
-        ahead: what these graphs share of the weights (`ahead.kept`).
+        packed: copies of the weights that kept graphs share (`ahead.packed_weights`).
         maker: makes those that are not there yet; see `made_by`.
         kept: keys and values over which steps were captured, for the next text.
     """
@@ -64,7 +64,7 @@ class Graphs:
         self.weights = SeenWeights(weights, by_content=self.copied_bytes > 0)
         self._of_states = [_OfState(state)]  # the last one used comes last
         self.maker, self.kept = GraphMaker(), KeptBuffers()
-        self.ahead: Any = None
+        self.packed: Any = None
         self._reasons: list[str] = []
         self._at_work = self._of_states[0]
         devices = set(getattr(drafter.binding.model, "hf_device_map", {}).values())
@@ -195,8 +195,8 @@ class Graphs:
         for each in self._of_states:
             each.steps.clear()
         self.kept.clear()
-        if self.ahead is not None:
-            self.ahead.clear()
+        if self.packed is not None:
+            self.packed.clear()
 
     def forget(self, keys: Iterable[GraphKey]) -> None:
         """Let some go, to be made again where they are wanted."""

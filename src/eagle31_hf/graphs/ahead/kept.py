@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -30,20 +30,13 @@ from ..seen import ModelState, weights_of
 from ..steps import GraphKey, GraphMaker, Step
 from ..verify import why_states_are_eager
 from .compiler_processes import CompilerProcesses
-from .packages import GraphPackages, freezing, name_of, tensors_by_name, tensors_of
+from .packages import GraphPackages, name_of, tensors_of
 from .packed_weights import PackedWeights
 from .pieces import LayerCutter
 
 CACHE_VARIABLE = "EAGLE31_CACHE"
-FORMAT = 4
+FORMAT = 5
 """Counted up when steps take other inputs, or files say something else: packages of before are not theirs."""
-
-FROZEN_BYTES = 2**26
-"""Weights up to which each graph is compiled whole around a packed copy of its own: of small products, calling one
-takes a good part, and compiled into the graph they are not called."""
-
-LENT_WEIGHTS = "weights-lent"
-"""Folder of graphs that serve whatever weights a pair of these shapes has."""
 
 
 def refusal(drafter: Assistant, graphs: Graphs) -> str:
@@ -78,40 +71,14 @@ def graphs_folder() -> Path:
 
 
 def packages_of(drafter: Assistant, graphs: Graphs) -> GraphPackages:
-    """Those of this pair. Graphs that hold weights have a folder for each state these were ever in."""
-    if graphs.ahead is None:
-        graphs.ahead = SharedWeights(drafter, graphs.copied_bytes)
-    folder, shared = pair_folder(drafter, graphs.state), graphs.ahead
-    return GraphPackages(folder / shared.folder, shared.models, shared.cutter, shared.settings)
-
-
-class SharedWeights:
-    """How packages of a pair come by its weights; as long as these stay as they are.
-
-    Attributes:
-        models: whose they are.
-        settings: of inductor, if every package has a copy of its own built in; else empty.
-        cutter: cuts steps into layers that are compiled one for all and read weights packed once; `None`: each package
-            has a copy.
-        folder: for each state that held weights were ever in; one for all that are lent.
-    """
-
-    def __init__(self, drafter: Assistant, num_bytes: int):
-        binding, holds = drafter.binding, num_bytes <= FROZEN_BYTES
-        self.models = nn.ModuleList([binding.model, drafter])
-        self.settings: Mapping[str, Any] = freezing(binding.compute_dtype) if holds else {}
-        self.cutter: LayerCutter | None = None
-        if not holds:
-            packed = PackedWeights(weights_of(binding.model, drafter))
-            self.cutter = LayerCutter({type(layer) for layer in binding.layers}, packed)
-        if isinstance(drafter, Eagle31Drafter):
-            _ = drafter.draft_ids  # a tensor that is made when it is first asked for: it counts whenever that was
-        self.folder = weights_digest(self.models) if holds else LENT_WEIGHTS
-
-    def clear(self) -> None:
-        """Let packed copies go; a text that is being written still holds this."""
-        if self.cutter is not None:
-            self.cutter.weights.clear()
+    """Those of this pair."""
+    binding = drafter.binding
+    if isinstance(drafter, Eagle31Drafter):
+        _ = drafter.draft_ids  # a tensor that is made when it is first asked for: it counts whenever that was
+    if graphs.packed is None:
+        graphs.packed = PackedWeights(weights_of(binding.model, drafter))
+    cutter = LayerCutter({type(layer) for layer in binding.layers}, graphs.packed)
+    return GraphPackages(pair_folder(drafter, graphs.state), nn.ModuleList([binding.model, drafter]), cutter)
 
 
 def pair_folder(drafter: Assistant, state: ModelState) -> Path:
@@ -130,15 +97,6 @@ def pair_folder(drafter: Assistant, state: ModelState) -> Path:
     if isinstance(drafter, Eagle31Drafter):
         key["drafter"] = _digest_of_config(drafter.config), drafter.dtype, drafter.packing
     return graphs_folder() / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
-
-
-def weights_digest(models: nn.ModuleList) -> str:
-    """Of all weights, bit for bit; a second or two for a gigabyte."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in tensors_by_name(models).items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _digest_of_config(config: PreTrainedConfig) -> str:
@@ -218,14 +176,11 @@ class CompilesAhead(GraphMaker):
         if key not in self.begun:
             self.on_compile(key)
             self.begun[key] = self.packages.compile(key, step, inputs, self.processes)
-        if not self.packages.tries_products:
-            return step
-        self._keep(key)
-        return self.packages.load(key, step)
+        return step
 
     def until_compiled(self, work: Callable[[], object]) -> None:
         """Do `work`, and again as long as graphs that it wants were not there yet."""
-        with nullcontext() if self.packages.tries_products else _one_thread():
+        with _one_thread():
             work()
         while self.finish():
             work()
@@ -255,8 +210,7 @@ class CompilesAhead(GraphMaker):
     @contextmanager
     def open(cls, graphs: Callable[[], Graphs], packages: GraphPackages, **told: Any) -> Iterator[CompilesAhead]:
         """While this is open there are processes that compile."""
-        processes = CompilerProcesses(1) if packages.tries_products else CompilerProcesses.one_a_core()
-        with processes:
+        with CompilerProcesses.one_a_core() as processes:
             ahead = cls(graphs, packages, processes, **told)
             try:
                 yield ahead

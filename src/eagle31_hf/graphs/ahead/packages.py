@@ -2,9 +2,8 @@
 
 `torch.compile` keeps some of its work on disk, but every process would trace and lower its steps anew, which rewinds
 random numbers and holds up the thread that writes. A package (AOTInductor) is machine code: it is loaded in the time
-its bytes take to read. A small pair's holds the weights, too, and its folder is for these weights alone; a larger
-pair's step is several packages that are lent the weights (`pieces`). A package asks nothing of its inputs, so
-what they looked like when it was made is written beside it and compared at every call.
+its bytes take to read. A step is several packages, which are lent the weights (`pieces`). A package asks nothing of its
+inputs, so what they looked like when it was made is written beside it and compared at every call.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,26 +32,6 @@ SETTINGS = {
 }
 """Of inductor, for all packages."""
 
-TRIED_PRODUCTS = "ATEN,CPP"
-"""Which of them is quicker is tried for each shape, on a machine that does nothing else."""
-
-
-def freezing(dtype: torch.dtype) -> dict[str, Any]:
-    """Settings of inductor for packages that hold their weights.
-
-    Products are oneDNN's or inductor's own. In float32 its own are never slower (two AVX2 cores, the embedded pair's
-    graphs: 0.94 to 1.00 of the time of what trying chose), and trying takes a third of a graph's time to compile; in
-    other precisions it depends on the shape and on the processor.
-    """
-    return {
-        "freezing": True,  # weights become constants of the graph, laid out as its products read them
-        "max_autotune": True,  # looks at inductor's own products; pays with frozen weights alone
-        "max_autotune_gemm_backends": "CPP" if dtype == torch.float32 else TRIED_PRODUCTS,
-        "autotune_num_choices_displayed": 0,
-        "max_autotune_report_choices_stats": False,
-    }
-
-
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
@@ -63,19 +42,12 @@ class GraphPackages:
     Args:
         folder: theirs alone.
         models: whose weights the steps read.
-        cutter: cuts steps into pieces that are lent the weights; `None`: each step is one package that holds them.
-        settings: further ones of inductor, as `Graphs` has them.
+        cutter: cuts steps into pieces that are lent the weights.
     """
 
     folder: Path
     models: nn.ModuleList
-    cutter: LayerCutter | None
-    settings: Mapping[str, Any]
-
-    @property
-    def tries_products(self) -> bool:
-        """Whether compiling times products, beside which nothing else may run."""
-        return self.settings.get("max_autotune_gemm_backends") == TRIED_PRODUCTS
+    cutter: LayerCutter
 
     def names(self) -> frozenset[str]:
         """Of the graphs that are whole."""
@@ -96,11 +68,7 @@ class GraphPackages:
         if not isinstance(told, dict) or told["key"] != repr(key):
             raise ValueError("it is another graph's")
         codes = [self._load_whole(name, size) for name, size in told["packages"]]
-        if told["calls"] is None:
-            (code,) = codes
-        else:
-            packed = None if self.cutter is None else self.cutter.weights
-            code = bound(codes, told["calls"], told["outputs"], tensors_by_name(self.models), packed)
+        code = bound(codes, told["calls"], told["outputs"], tensors_by_name(self.models), self.cutter.weights)
         looks = [
             Look(tuple(shape), stride and tuple(stride), DTYPES[dtype]) for shape, stride, dtype in told["signature"]
         ]
@@ -125,15 +93,13 @@ class GraphPackages:
         make_own_folder(self.folder)
         exported = _captured(FlatStep(step, inputs, self.models), tuple([each.clone() for each in tensors_of(inputs)]))
         looks = [(*look[:2], str(look.dtype)) for look in looks_of(inputs)]
-        told: dict[str, Any] = {"key": repr(key), "signature": looks, "calls": None}
-        parts = {f"{name_of(key)}.pt2": exported}
-        if self.cutter is not None:
-            program = PieceProgram.of(exported, self.cutter, tensors_by_name(self.models))
-            pieces = enumerate(program.pieces)
-            parts = {f"{name_of(key)}.{number}.pt2": _export_piece(piece) for number, piece in pieces}
-            told |= {"calls": program.calls, "outputs": program.outputs}
-        settings = {**SETTINGS, **self.settings}
-        begun = {name: processes.compile(part, self._unfinished(name), settings) for name, part in parts.items()}
+        program = PieceProgram.of(exported, self.cutter, tensors_by_name(self.models))
+        told = {"key": repr(key), "signature": looks, "calls": program.calls, "outputs": program.outputs}
+        names = [f"{name_of(key)}.{number}.pt2" for number in range(len(program.pieces))]
+        begun = {
+            name: processes.compile(_export_piece(piece), self._unfinished(name), SETTINGS)
+            for name, piece in zip(names, program.pieces, strict=True)
+        }
 
         def keep() -> None:
             packages = [self._finish(*each) for each in begun.items()]

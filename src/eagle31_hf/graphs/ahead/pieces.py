@@ -124,7 +124,7 @@ def bound(
     calls: Sequence[tuple[int, list[Source]]],
     outputs: Sequence[Source],
     named: Mapping[str, Tensor],
-    weights: PackedWeights | None,
+    weights: PackedWeights,
 ) -> Code:
     """A program as a function of the step's inputs, with the weights it reads.
 
@@ -149,7 +149,7 @@ def bound(
             return named[told].detach()
         if kind == "constant":
             return torch.tensor(told, dtype=getattr(torch, more[0].removeprefix("torch.")))
-        if kind == "packed" and weights is not None:
+        if kind == "packed":
             return weights.of([named[name] for name in told], more[0])
         raise ValueError(f"{source} is not where a tensor can come from")
 
