@@ -14,9 +14,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from eagle31_hf.measure.plots import SHARES, shares_of
 from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.cards import GIB
+from eagle31_hf.memory.plan import PARTS, part_bytes
 
 ROOT = Path(__file__).parents[1]
 RECORDS, IMAGES = ROOT / "docs" / "records", ROOT / "docs" / "images"
@@ -122,7 +122,7 @@ PLANNED = (
 )
 """Card, target, quantisation, context."""
 SCHEME_NAMES = {"bf16": "bf16", "bnb-nf4-dq": "nf4"}
-COLOURS = dict(zip(SHARES, (BLUE, ORANGE, GREEN, PURPLE, RED, GREY, PALE, PAPER), strict=True))
+COLOURS = dict(zip(PARTS, (BLUE, ORANGE, GREEN, PURPLE, RED, GREY, PAPER), strict=True))
 
 
 def cards() -> str:
@@ -133,7 +133,7 @@ def cards() -> str:
         assert (plan.settings.speculates, plan.settings.cache_type) == (True, "full"), (
             "with a drafter, nothing given up"
         )
-        top, shares = 14 + 88 * place, shares_of(plan)
+        top, shares = 14 + 88 * place, part_bytes(plan)
         total = f"{plan.card.total_bytes / GIB:.0f} GiB"
         drawing.text(
             MARGIN, top + 14, f"{card}, {total}: {target} in {SCHEME_NAMES[scheme]}, {context:,} tokens", bold=True

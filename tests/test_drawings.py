@@ -11,8 +11,9 @@ from xml.etree import ElementTree
 import pytest
 from transformers import LlamaConfig
 
-from eagle31_hf.measure.plots import plot_card, shares_of
+from eagle31_hf.measure.plots import plot_card
 from eagle31_hf.memory import plan_memory
+from eagle31_hf.memory.plan import part_bytes
 
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
@@ -70,7 +71,7 @@ def test_shares_make_a_whole_card_and_are_drawn(tmp_path: Path) -> None:
     config = LlamaConfig(vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
     plan = plan_memory(config, card="RTX 4090", context=512)
-    shares = shares_of(plan)
+    shares = part_bytes(plan)
     assert sum(shares.values()) == plan.card.total_bytes
     assert all(shares.values())
     graphs = sum(term.num_bytes for term in plan.ledger if term.name == "recordings")

@@ -215,7 +215,6 @@ class MtpConfig(Eagle31Config):
     Args:
         family: `model_type` of the target's text configuration.
         block: the text configuration of a decoder that has the head's layers only, as a dictionary.
-        state_first: the projection reads `[state ; embedding]` instead of `[embedding ; state]`.
         normed_state: the state that is read is the one behind the target's final norm, else the one before it.
             `norm_output` says the same of what is fed back.
     """
@@ -224,7 +223,6 @@ class MtpConfig(Eagle31Config):
 
     family: str = ""
     block: dict | None = None
-    state_first: bool = False
     normed_state: bool = True
 
     def __post_init__(self, **kwargs):

@@ -164,7 +164,7 @@ def test_each_mistake_changes_logits(mistake, tmp_path, monkeypatch):
     wanted = recursion(reference, target, ids, drafts)
     first = 1  # draft that the mistake changes
     if mistake == "swapped":
-        drafter.config.state_first = True
+        drafter.fc.weight.copy_(drafter.fc.weight.roll(drafter.config.hidden_size, dims=1))
     elif mistake == "raw feedback":
         drafter.config.norm_output, first = False, 2
     elif mistake == "raw state":

@@ -107,7 +107,7 @@ class MtpFamily:
         layer_types: kinds of the head's layers, or the name of the config field that says so: without that field, the
             kind of the target's first layer.
         fields: what else the head's text configuration says differently from the target's.
-        state_first, normed_state, norm_output: as in `MtpConfig`.
+        normed_state, norm_output: as in `MtpConfig`.
         count: config field that says how many modules there are.
     """
 
@@ -115,7 +115,6 @@ class MtpFamily:
     stored: str = _OWN
     layer_types: tuple[str, ...] | str = ("full_attention",)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    state_first: bool = False
     normed_state: bool = True
     norm_output: bool = True
     count: str = "num_nextn_predict_layers"
@@ -454,7 +453,6 @@ def _head_config(family: MtpFamily, target: PreTrainedConfig, dtype: Any) -> Mtp
     return MtpConfig(
         family=text.model_type,
         block=block,
-        state_first=family.state_first,
         normed_state=family.normed_state,
         norm_output=family.norm_output,
         vocab_size=text.vocab_size,

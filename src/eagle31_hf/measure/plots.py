@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
 from ..memory.cards import GIB
+from ..memory.plan import PARTS, part_bytes
 from .results import BenchResult, MethodResult
 from .tables import verdict_line
 
@@ -82,31 +83,6 @@ def _draw_positions(axes: Any, results: Sequence[MethodResult]) -> None:
     axes.set_ylabel("accepted, of drafts that long")
 
 
-SHARES = {
-    "weights": ("target weights", "target experts"),
-    "drafter": ("drafter weights", "draft head", "drafter cache"),
-    "cache": ("target cache", "target states"),
-    "graphs": ("recordings",),
-    "activations": (),  # all other terms
-    "runtime": ("runtime",),
-    "others": (),  # what is not the run's: other processes', and the margin
-    "free": (),
-}
-"""What fills a card, and how the names of its terms in a plan begin."""
-
-
-def shares_of(plan: MemoryPlan) -> dict[str, int]:
-    """Bytes of a whole card by `SHARES`, at the moment when most is alive."""
-    shares = dict.fromkeys(SHARES, 0)
-    for term in plan.ledger:
-        if plan.peak_moment in term.moments:
-            begins = (name for name, starts in SHARES.items() if term.name.startswith(starts))
-            shares[next(begins, "activations")] += term.num_bytes
-    shares["others"] = plan.card.total_bytes - plan.budget_bytes
-    shares["free"] = max(0, plan.budget_bytes - plan.peak_bytes)
-    return shares
-
-
 def plot_card(plan: MemoryPlan, path: Path) -> None:
     """What fills the card at the moment when most is alive, as one bar.
 
@@ -115,7 +91,9 @@ def plot_card(plan: MemoryPlan, path: Path) -> None:
     """
     figure, start = _new_figure(10, 2.4), 0.0
     axes = figure.add_subplot()
-    for colour, (name, num_bytes) in zip((*COLOURS[:-1], "#ffffff"), shares_of(plan).items(), strict=True):
+    for colour, (name, num_bytes) in zip(
+        (*COLOURS[: len(PARTS) - 1], "#ffffff"), part_bytes(plan).items(), strict=True
+    ):
         size = num_bytes / GIB
         axes.barh([0], [size], left=start, color=colour, edgecolor="#555555", label=f"{name} {size:.1f}")
         start += size

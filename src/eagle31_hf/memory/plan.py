@@ -190,25 +190,30 @@ def ledger_rows(plan: MemoryPlan) -> list[tuple[str, ...]]:
     return rows
 
 
-_PARTS = {
-    "runtime": ("runtime",),
+PARTS = {
     "target": ("target weights", "target experts", "one tensor before packing"),
     "drafter": ("drafter weights", "draft head"),
-    "keys, values and states": ("target cache", "drafter cache", "target states"),
+    "caches": ("target cache", "drafter cache", "target states"),
     "graphs": ("recordings",),
+    "working memory": (),  # all else
+    "runtime": ("runtime",),
+    "left free": (),
 }
-"""Of a card at the fullest moment, by how terms begin; all else is working memory."""
+"""Of a card at the fullest moment, by how terms begin."""
+
+
+def part_bytes(plan: MemoryPlan) -> dict[str, int]:
+    """What fills the card at the fullest moment, by `PARTS`; together all of it."""
+    alive = [term for term in plan.ledger if plan.peak_moment in term.moments]
+    sizes = {part: sum(term.num_bytes for term in alive if term.name.startswith(names or part))
+             for part, names in PARTS.items()}  # fmt: skip
+    sizes["working memory"] = plan.peak_bytes - sum(sizes.values())
+    return sizes | {"left free": plan.card.total_bytes - plan.peak_bytes}
 
 
 def part_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
-    """What fills the card at the fullest moment, in seven parts that add up to it."""
-    alive = [term for term in plan.ledger if plan.peak_moment in term.moments]
-    sizes = {
-        part: sum(term.num_bytes for term in alive if term.name.startswith(names)) for part, names in _PARTS.items()
-    }
-    sizes["working memory"] = plan.peak_bytes - sum(sizes.values())
-    rows = [(part, size_text(num_bytes)) for part, num_bytes in sizes.items() if num_bytes]
-    return [*rows, ("left free", size_text(plan.card.total_bytes - plan.peak_bytes))]
+    """`part_bytes` in words, empty parts left out."""
+    return [(part, size_text(num_bytes)) for part, num_bytes in part_bytes(plan).items() if num_bytes]
 
 
 def decision_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
