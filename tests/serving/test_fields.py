@@ -80,7 +80,7 @@ def test_a_wrong_type_is_named(served, name):
     assert name in told.json()["error"]["message"]
 
 
-OF_COMPLETIONS = {"prompt": {"text": "x"}, "logprobs": "two", "echo": "yes", "add_special_tokens": 1, "max_tokens": -1}
+OF_COMPLETIONS = {"prompt": {"text": "x"}, "logprobs": "two", "echo": "yes", "add_special_tokens": 1, "max_tokens": -2}
 
 
 @pytest.mark.parametrize("name", list(OF_COMPLETIONS))

@@ -68,6 +68,16 @@ def test_a_text_ends_at_its_length(client, pair):
     assert pair.answer(QUESTION).startswith(answer.choices[0].message.content)
 
 
+def test_a_limit_of_minus_one_is_none(client, pair):
+    """llama.cpp's and LM Studio's clients send it."""
+    for limit in ({"max_tokens": -1}, {"max_completion_tokens": -1}):
+        assert chat(client, **limit).choices[0].message.content == pair.answer(QUESTION)
+    ids = encode_chat(pair.tokenizer, MESSAGES)
+    told = client.completions.create(model=MODEL, prompt=ids, temperature=0, max_tokens=-1)
+    assert told.usage.completion_tokens > 16, "more than completions write where nothing is said"
+    assert told.choices[0].text == pair.answer(QUESTION)
+
+
 def test_several_choices_share_one_prompt(client):
     told = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, n=3, temperature=1.5, seed=7, max_tokens=16

@@ -11,7 +11,7 @@ from ..errors import ConfigurationError
 from ..texts.chats import encode_chat, is_read, is_reserved
 from .answers import ends_in_thought
 from .api_errors import ApiError
-from .bodies import DEFAULT_COMPLETION_TOKENS, Body, ChatBody, CompletionBody, Constraint
+from .bodies import DEFAULT_COMPLETION_TOKENS, NO_LIMIT, Body, ChatBody, CompletionBody, Constraint
 from .engine import Engine, TooLongError
 from .forms import call_grammar
 from .grammar import Grammar, GrammarCompiler, OpenThought
@@ -78,6 +78,8 @@ class Translator:
         most, room = body.max_new_tokens, longest - len(prompt)
         if most is None:
             most = min(default_tokens or self._engine.default_new_tokens or room, room)
+        elif most == NO_LIMIT:
+            most = room
         if (body.min_tokens or 0) > most:
             raise ApiError(f"min_tokens is {body.min_tokens}, and {most} are written at most", param="min_tokens")
         for name in ("stop_token_ids", "logit_bias"):

@@ -71,6 +71,19 @@ def _text_of(content: Any) -> Any:
     return "".join(part.get("text") or "" for part in content)
 
 
+NO_LIMIT = -1
+"""A `max_tokens` of llama.cpp's and LM Studio's clients: until the text ends, or the context is full."""
+
+
+def _at_least(fewest: int) -> Any:
+    def check(count: int) -> int:
+        if count < fewest and count != NO_LIMIT:
+            raise ValueError(f"wanted at least {fewest}, or {NO_LIMIT} for no limit")
+        return count
+
+    return AfterValidator(check)
+
+
 TokenId = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 Schema = dict[str, Any]
@@ -249,7 +262,7 @@ class Body(BaseModel):
     stream: StrictBool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Annotated[int, _at_least(1)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
 
@@ -308,7 +321,7 @@ class ChatBody(Body):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice = "auto"
     parallel_tool_calls: StrictBool = True
     response_format: ResponseFormat | None = None
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Annotated[int, _at_least(1)] | None = None
     logprobs: StrictBool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -368,7 +381,7 @@ class CompletionBody(Body):
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: Annotated[int, _at_least(0)] | None = None
     add_special_tokens: StrictBool = True
     echo: StrictBool = False
 
