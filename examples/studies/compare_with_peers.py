@@ -3,6 +3,7 @@
     make engines                                                     # once: the others in an environment of their own
     python examples/studies/compare_with_peers.py --out study        # the embedded pair on its own prompts
     python examples/studies/compare_with_peers.py --target FOLDER --drafter FOLDER --prompts chats.jsonl --out study
+    python examples/studies/compare_with_peers.py --target FOLDER --peers vLLM --out study   # the head inside a target
 
 Every way writes all prompts, one after the other, in each turn; turns begin with another way each time. Texts have a
 fixed length. A table goes to standard output and to OUT/comparison.md, all figures to OUT/comparison.json. A peer that
@@ -39,7 +40,7 @@ from eagle31_hf.texts.prompts import read_prompts
 TOLERANCE = 0.02
 """How far acceptance at a position may lie from ours, beside what the last round of each text may make: a peer counts
 drafts there that lie behind the text's end."""
-PLAIN, LOOKUP = "transformers, plain", "transformers, prompt lookup"
+PLAIN, LOOKUP, OWN_HEAD = "transformers, plain", "transformers, prompt lookup", "transformers, the target's own head"
 EAGER, COMPILED = "eagle31, eager", "eagle31, compiled"
 WORKERS = {"vLLM": "vllm_worker.py", "economize": "economize_worker.py"}
 
@@ -129,17 +130,28 @@ def add_up(rows: Sequence[list[int]]) -> list[int]:
     return [sum(row[i] for row in rows if i < len(row)) for i in range(max(map(len, rows), default=0))]
 
 
-def by_prompt_lookup(target: Any, new_tokens: int) -> Way:
-    """Transformers' own drafts, from the text itself."""
+def by_own_drafts(target: Any, new_tokens: int, **settings: Any) -> Way:
+    """Transformers' own drafts: looked up in the text, or by a head inside the target, one a pass."""
 
     def write(prompts: Sequence[list[int]]) -> Turn:
-        started, texts = time.perf_counter(), []
-        how = {"max_new_tokens": new_tokens, "do_sample": False, "prompt_lookup_num_tokens": 10}
+        texts, passes = [], 0
+        how = {"max_new_tokens": new_tokens, "do_sample": False, **settings}
+
+        def count(*_: Any) -> None:
+            nonlocal passes
+            passes += 1
+
+        counting, started = target.get_decoder().register_forward_hook(count), time.perf_counter()
         for prompt in prompts:
             ids = torch.tensor([prompt])
             out = target.generate(ids, attention_mask=torch.ones_like(ids), **how)
             texts.append(out[0, len(prompt) :].tolist())
-        return Turn(texts, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        counting.remove()
+        if "use_mtp" not in settings:
+            return Turn(texts, seconds)
+        rounds = passes - len(prompts)  # the first pass of each reads its prompt and writes a token
+        return Turn(texts, seconds, [rounds], [sum(map(len, texts)) - passes])
 
     return write
 
@@ -167,6 +179,8 @@ def load_prompts(tokenizer: Any, files: Sequence[str], limit: int) -> list[list[
 
 def saved_drafter(given: argparse.Namespace, target: Any) -> Path:
     """The drafter's folder: the one named, or a fresh one, which is as good as random, made for this target."""
+    if given.target and not (given.drafter or given.random_drafter):
+        return Path(given.target)  # the head inside it
     if not given.random_drafter:
         folder = Path(given.drafter or drafter_path())
     else:
@@ -188,7 +202,11 @@ def all_ways(
         "num_assistant_tokens_schedule": "constant",
         "draft_min_confidence": 0.0,
     }
-    ways = {PLAIN: by_transformers(target, given.new_tokens, None), LOOKUP: by_prompt_lookup(target, given.new_tokens)}
+    ways = {PLAIN: by_transformers(target, given.new_tokens, None)}
+    if not getattr(target, "_is_stateful", False):  # recurrent ones, which transformers does not assist
+        ways[LOOKUP] = by_own_drafts(target, given.new_tokens, prompt_lookup_num_tokens=10)
+    if given.use_mtp:
+        ways[OWN_HEAD] = by_own_drafts(target, given.new_tokens, use_mtp=True)
     for name, acceleration in ((EAGER, "eager"), (COMPILED, "compile")):
         if acceleration == "eager" or not given.eager:
             ways[name] = by_transformers(target, given.new_tokens, drafter, acceleration=acceleration, **chain)
@@ -313,7 +331,8 @@ def record(given: argparse.Namespace, results: dict[str, Result], engines: Engin
 
 
 def study(given: argparse.Namespace) -> int:
-    engine_python()  # before minutes are spent on anything else
+    if given.peers:
+        engine_python()  # before minutes are spent on anything else
     given.out.mkdir(parents=True, exist_ok=True)
     name = given.target or str(target_path())
     target = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, given.dtype)).eval()
@@ -339,7 +358,8 @@ def study(given: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="folder or Hub id; default: the embedded target")
-    parser.add_argument("--drafter", help="its drafter; default: the embedded one")
+    parser.add_argument("--drafter", help="its drafter; default: the head inside the target, or the embedded one")
+    parser.add_argument("--use-mtp", action="store_true", help="transformers drafts by the target's own head, too")
     parser.add_argument("--random-drafter", action="store_true", help="a fresh drafter for the target in its place")
     parser.add_argument("--prompts", nargs="+", default=[], help="JSON lines of conversations; default: the embedded")
     parser.add_argument("--peers", nargs="*", choices=list(WORKERS), default=list(WORKERS), help="default: all")
@@ -352,8 +372,6 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="compile nothing, neither here nor elsewhere")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    if given.target and not (given.drafter or given.random_drafter):
-        parser.error("--target needs its --drafter, or --random-drafter")
     try:
         return study(given)
     except Eagle31Error as error:

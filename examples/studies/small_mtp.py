@@ -4,7 +4,8 @@ run right?
     python examples/studies/small_mtp.py gsm8k_train.jsonl taskmaster_train.jsonl --held-out gsm8k_heldout.jsonl \\
         --out small --json small-mtp.json
 
-Trains the target (gated delta net, every fourth layer attention, an uneven final norm) on conversations, then its head
+Trains the target (gated delta net, every fourth layer attention; or of Mellum's shape; an uneven final norm) on
+conversations, then its head
 beside it, both for so many minutes of processor time, and writes them as such targets are published. Then the pair
 writes held-out answers, and a slow reference does the same: it reads the whole text anew for every draft step and keeps
 no cache. Both must accept the same numbers of tokens pass by pass. What is in the folder already is not trained again.
@@ -36,8 +37,20 @@ NAMES = {"fc.": "mtp.fc.", "enorm.": "mtp.pre_fc_norm_embedding.", "hnorm.": "mt
          "norm.": "mtp.norm.", "layers.": "mtp.layers."}  # fmt: skip
 
 
-def shape_of(like: Any, layers: int, linear_head: int) -> Qwen3_5TextConfig:
+def shape_of(family: str, like: Any, layers: int, linear_head: int) -> Any:
     """As wide as the embedded target."""
+    if family == "mellum":  # every other layer sees a window; experts
+        from transformers import MellumConfig  # from 5.24 on
+
+        return MellumConfig(
+            vocab_size=like.vocab_size, hidden_size=like.hidden_size, moe_intermediate_size=like.hidden_size,
+            num_experts=4, num_experts_per_tok=2, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=64, sliding_window=512, mlp_layer_types=["sparse"] * layers,
+            layer_types=["full_attention", "sliding_attention"] * (layers // 2), num_nextn_predict_layers=1,
+            mtp_layer_types=["sliding_attention"], mtp_mlp_layer_types=["sparse"], tie_word_embeddings=True,
+            max_position_embeddings=like.max_position_embeddings, bos_token_id=like.bos_token_id,
+            eos_token_id=like.eos_token_id, pad_token_id=like.pad_token_id,
+        )  # fmt: skip
     return Qwen3_5TextConfig(
         vocab_size=like.vocab_size, hidden_size=like.hidden_size, intermediate_size=2 * like.hidden_size,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
@@ -87,11 +100,12 @@ def make_target(options: argparse.Namespace) -> None:
     embedded = AutoModelForCausalLM.from_pretrained(target_path(), dtype=torch.float32)
     torch.manual_seed(options.seed)
     model = AutoModelForCausalLM.from_config(
-        shape_of(embedded.config, options.layers, options.linear_head), dtype=torch.float32
+        shape_of(options.family, embedded.config, options.layers, options.linear_head), dtype=torch.float32
     )
     with torch.no_grad():
         model.get_input_embeddings().weight.copy_(embedded.get_input_embeddings().weight)
-        model.get_decoder().norm.weight.normal_(std=0.4)  # even norms would hide whether raw or normed states are read
+        norm = model.get_decoder().norm.weight  # even norms would hide whether raw or normed states are read
+        norm.add_(0.4 * torch.randn_like(norm))
     batches = batches_of(texts_of(options.texts, tokenizer, options.limit_texts), options.seed)
     model.get_decoder().norm.weight.requires_grad_(False)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -106,8 +120,9 @@ def fresh_head(target: Any) -> dict[str, Tensor]:
     layer = {f"mtp.layers.0.{name}": t.clone() for name, t in target.get_decoder().layers[-1].state_dict().items()}
     norm = target.get_decoder().norm.weight.detach().clone()
     start = torch.cat((0.5 * torch.eye(width), 0.5 * torch.eye(width)), dim=1)
-    norms = {"mtp.norm.weight": norm, "mtp.pre_fc_norm_embedding.weight": torch.zeros(width),
-             "mtp.pre_fc_norm_hidden.weight": torch.zeros(width)}  # fmt: skip
+    even = torch.full((width,), float(target.config.model_type == "mellum"))  # Qwen's norms multiply by 1 + w
+    norms = {"mtp.norm.weight": norm, "mtp.pre_fc_norm_embedding.weight": even,
+             "mtp.pre_fc_norm_hidden.weight": even.clone()}  # fmt: skip
     return {**layer, **norms, "mtp.fc.weight": start}
 
 
@@ -242,6 +257,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("texts", nargs="+", help="JSONL files with conversations to learn from")
     parser.add_argument("--held-out", nargs="+", required=True, help="such files to measure on")
     parser.add_argument("--out", type=Path, default=Path("small-mtp"))
+    parser.add_argument("--family", choices=["qwen3_5", "mellum"], default="qwen3_5")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--linear-head", type=int, default=32, help="width of linear layers' heads; vLLM on a CPU: 128")
     parser.add_argument("--minutes", type=float, default=6.0, help="of processor time, for the target")

@@ -23,11 +23,9 @@ def load(settings):
 
     speculative = None
     if settings["drafter"] is not None:
-        speculative = {
-            "method": "eagle3",
-            "model": settings["drafter"],
-            "num_speculative_tokens": settings["draft_tokens"],
-        }
+        is_own_head = os.path.realpath(settings["drafter"]) == os.path.realpath(settings["target"])
+        speculative = {"method": "mtp"} if is_own_head else {"method": "eagle3", "model": settings["drafter"]}
+        speculative["num_speculative_tokens"] = settings["draft_tokens"]
     return LLM(
         model=settings["target"],
         dtype=settings["dtype"],
