@@ -93,7 +93,7 @@ class Drawing:
         for name, colour in entries:
             self.box(x, y, 14, 14, colour)
             self.text(x + 20, y + 12, name)
-            x += 38 + LETTER * len(name)
+            x += 46 + LETTER * len(name)
 
     def svg(self) -> str:
         size = f'viewBox="0 0 {WIDTH} {self.height:.0f}"'

@@ -12,7 +12,7 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from .checks import (
     check_vocabulary_map,
     refuse_other_methods,
 )
-from .config_json import StoredConfig, read_config_fields, refuse_unread_fields, write_config_fields
+from .config_json import TARGET_MODEL, StoredConfig, read_config_fields, refuse_unread_fields, write_config_fields
 from .files import CONFIG_FILE, FLOAT_DTYPES, StoredTensors, TensorInfo, open_tensors, read_json, replace_checkpoint
 from .hub import refuse_other_contents, resolve_checkpoint
 from .layouts import (
@@ -66,12 +66,25 @@ class Checkpoint:
     format: str = "plain"
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def target(self) -> str:
+        """The target that `metadata` names; empty where it names none."""
+        return named_target(self.metadata)
+
+
+def named_target(metadata: Mapping[str, Any]) -> str:
+    """The target's name, if there is one that can stand in a line."""
+    stored = metadata.get(TARGET_MODEL)
+    name = stored.get("name_or_path") if isinstance(stored, dict) else None
+    return name if isinstance(name, str) and name.isprintable() else ""
+
 
 @dataclass(frozen=True)
 class CheckpointSummary:
     """Facts of a checkpoint from its headers and config alone.
 
     `tensors` maps stored names to shapes; `parameters` counts float tensors; `stored_bytes` all tensors.
+    `target` is the name of the model it is for, empty where the files do not say.
     `aux_layers_as_stored` holds the layer ids as written, by place; `config.aux_layers` the same as `hs` indices.
     """
 
@@ -86,6 +99,7 @@ class CheckpointSummary:
     tensors: dict[str, tuple[int, ...]]
     aux_layers_as_stored: dict[str, list[int]]
     notes: tuple[str, ...]
+    target: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as JSON-ready values, the network's facts flattened beside the file's."""
@@ -199,7 +213,8 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
     kind, infos = (headers.layout.name, headers.layout.title, method), headers.tensors.infos
     dtype = infos[headers.stored_names["fc.weight"]].dtype
     ids, notes = headers.stored_config.layer_ids, _caution_notes(headers)
-    return _summary(str(path_or_id), kind, headers.config, dtype, infos, ids, notes)
+    summary = _summary(str(path_or_id), kind, headers.config, dtype, infos, ids, notes)
+    return replace(summary, target=named_target(headers.stored_config.metadata))
 
 
 def _summary(

@@ -13,7 +13,6 @@ from transformers import AutoConfig
 from ..checkpoints import (
     TARGET_MODEL,
     WRITTEN_FORMATS,
-    Checkpoint,
     default_format,
     holds_checkpoint,
     read_checkpoint,
@@ -66,13 +65,11 @@ def convert(
     write_checkpoint(checkpoint, destination, format=format)
     console = make_console()
     console.print(f"{source} ({checkpoint.format}) → {destination} ({format})", soft_wrap=True)
-    name = _target_name(checkpoint)
-    if layout.needs_target and (name is None or not checkpoint.config.own_embedding):
-        console.print(
-            f"loaders of {format} checkpoints want the target's name and embedding in them: convert it with --target",
-            soft_wrap=True,
-        )
-    _show_serving(console, destination, format, name or UNKNOWN_TARGET)
+    lacks = {"the target's name": not checkpoint.target, "the target's embedding": not checkpoint.config.own_embedding}
+    if layout.needs_target and any(lacks.values()):
+        wanted = " and ".join(what for what, is_missing in lacks.items() if is_missing)
+        console.print(f"engines want {wanted} in {format} checkpoints: convert it with --target first", soft_wrap=True)
+    _show_serving(console, destination, format, checkpoint.target or UNKNOWN_TARGET)
 
 
 def describe_target(name: str) -> dict[str, Any]:
@@ -101,13 +98,6 @@ def _ask_before_overwriting(destination: Path, force: bool) -> None:
 
 def _can_ask() -> bool:
     return sys.stdin.isatty()
-
-
-def _target_name(checkpoint: Checkpoint) -> str | None:
-    """The target as the checkpoint names it, if that can stand in a command."""
-    stored = checkpoint.metadata.get(TARGET_MODEL)
-    name = stored.get("name_or_path") if isinstance(stored, dict) else None
-    return name if isinstance(name, str) and name.isprintable() else None
 
 
 def _show_serving(console: Console, folder: Path, format: str, target: str) -> None:

@@ -55,6 +55,7 @@ def _facts(summary: CheckpointSummary) -> list[tuple[str, str | Text]]:
         ("known from", summary.format_title),
         ("weights", f"{summary.parameters:,} parameters, {summary.dtype}, {summary.stored_bytes / 1e6:,.1f} MB"),
         ("network", f"{layers}, hidden {c.hidden_size}, {heads}{rest}"),
+        *([("made for", summary.target)] if summary.target else []),
         ("target", f"hidden {c.target_hidden_size}, vocabulary {c.vocab_size:,}"),
         ("draft vocabulary", f"{rows:,} of {c.vocab_size:,}" if rows < c.vocab_size else "the target's"),
         *(_states_of_head(c) if isinstance(c, MtpConfig) else _states(c, summary.aux_layers_as_stored)),

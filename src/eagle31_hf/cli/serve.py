@@ -90,7 +90,9 @@ def serve(
         f"{_address(listening)}/v1 (Ctrl-C to stop)",
         soft_wrap=not console.is_terminal,
     )
-    tools = "" if shows_tools(pair.tokenizer) else "; the chat template has no place for tools: requests get none"
+    tools = (
+        "" if shows_tools(pair.tokenizer) else "; requests with tools are refused: the template has no place for them"
+    )
     console.print(f"Thoughts and calls are read as: {engine.form.name}{tools}", style="dim")
     if engine.unfollowed:
         console.print(

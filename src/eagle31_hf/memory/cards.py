@@ -167,6 +167,9 @@ def find_card(card: str | int | Card | None) -> Card:
     by_key = {_key(name): entry for name, entry in CARDS.items()}
     if _key(card) in by_key:
         return by_key[_key(card)]
+    sized = re.fullmatch(r"(.*\S)\s+(\d+)\s*gi?b", card.strip(), re.IGNORECASE)  # "RTX 3060 12GB", sold in one size
+    if sized and (only := by_key.get(_key(sized[1]))) and round(only.total_bytes / GIB) == int(sized[2]):
+        return only
     chips = [entry for key, entry in by_key.items() if entry.kind == "mps" and re.fullmatch(_key(card) + r"\d+gb", key)]
     if chips:
         return min(chips, key=lambda entry: entry.total_bytes)

@@ -238,14 +238,23 @@ def decision_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
 def _longest_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
     """Up to which context plans look like this one, and up to which they give up graphs."""
     if not plan.longest_by_cache:
-        return [("longest", f"{plan.longest_context:,} tokens")]
+        return [("longest", _tokens_text(plan, plan.longest_context))]
     rows = []
     for kind, tokens in plan.longest_by_cache:
         settings = replace(plan.settings, cache_type=kind, draft_tokens=plan.settings.draft_tokens or 1)
         graphs = "with" if captures_steps(plan.target, plan.card, settings) else "without"
         stored = ", keys and values in 8 bits" if kind == "int8" else ""
-        rows.append((f"longest {graphs} graphs", f"{tokens:,} tokens{stored}"))
+        rows.append((f"longest {graphs} graphs", _tokens_text(plan, tokens) + stored))
+        if "trained" in rows[-1][1]:  # nothing is longer
+            break
     return rows
+
+
+def _tokens_text(plan: MemoryPlan, tokens: int) -> str:
+    trained = plan.target.max_position_embeddings
+    if trained and tokens >= trained:
+        return f"{trained:,} tokens, all that the target was trained for"
+    return f"{tokens:,} tokens"
 
 
 def _draft_text(plan: MemoryPlan) -> str:

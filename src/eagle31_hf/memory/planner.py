@@ -28,7 +28,7 @@ from .drafter_facts import DrafterFacts, drafter_to_plan, read_drafter
 from .ledger import DRAFTER_PRECISIONS, MemorySettings, captures_steps
 from .plan import Alternative, MemoryPlan
 from .target_facts import TargetFacts, read_target
-from .weights import SCHEMES, Quantization
+from .weights import Quantization, scheme
 
 PREFILL_CHUNKS = (2048, 1024, 512, 256)
 SHORT_DRAFT_TOKENS = 3
@@ -36,7 +36,7 @@ DEFAULT_CONTEXT = 8192
 _LARGEST_CONTEXT = 2**22
 _LIMITS = {"context": _LARGEST_CONTEXT, "prefill_chunk": 2**22}  # of all else 4096
 # Tried, in this order, when the asked-for quantisation does not fit.
-_SMALLER_SCHEMES = ("bnb-int8", "bnb-nf4", "bnb-nf4-dq")
+_SMALLER_SCHEMES = ("8bit", "4bit")
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ def _alternatives(request: _Request, target: Any, attention: str | None) -> tupl
     if larger:
         found.append(Alternative("card", larger))
     if not smaller and not request.target.loaded:  # both at once
-        packed = read_target(target, SCHEMES[_SMALLER_SCHEMES[-1]], attention=attention)
+        packed = read_target(target, scheme(_SMALLER_SCHEMES[-1]), attention=attention)
         if (card := _larger_card(replace(request, target=packed))) not in (None, larger):
             found.append(Alternative("card", f"{card} with quantization {_SMALLER_SCHEMES[-1]}"))
     return tuple(found)
@@ -356,7 +356,7 @@ def _smaller_quantization(request: _Request, target: Any, attention: str | None)
     if request.target.loaded:
         return None
     for name in _SMALLER_SCHEMES:
-        facts = read_target(target, SCHEMES[name], attention=attention)
+        facts = read_target(target, scheme(name), attention=attention)
         smaller = facts.weights.total < request.target.weights.total
         if smaller and _choose(replace(request, target=facts)).fits:
             return name
