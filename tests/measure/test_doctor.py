@@ -289,6 +289,11 @@ def test_a_fine_tuned_target_is_named(
         assert seen.greedy.is_exact
 
 
+def test_one_text_is_no_verdict(target: Any, tokenizer: Any) -> None:
+    subject = Subject(attached(target), tokenizer, CONVERSATIONS[:1], lambda c: encode(tokenizer, c))
+    assert examine(subject, new_tokens=8).verdict.startswith("too few texts to tell (1)")
+
+
 # --- the same text ----------------------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,9 @@ for general questions, 3.0 for sums), so less than any is a sign that the target
 FEWEST_REPLAYED = 4
 """Texts that every reading of the configuration is tried on, however long it takes."""
 
+FEWEST_JUDGED = 3
+"""Texts from which acceptance is judged: one alone may be of a kind that is hard to foresee."""
+
 Level = Literal["ok", "note", "problem"]
 
 
@@ -112,8 +115,10 @@ class Examination:
             figures += f", {self.greedy.by_drafts.median:.2f} times our loop without drafts"
         if any(finding.check in ("layers and norms", "draft vocabulary") for finding in self.problems):
             return f"mend its configuration first, see above ({figures})"
+        if (count := len(self.greedy.texts)) < FEWEST_JUDGED:
+            return f"too few texts to tell ({count}): give more prompts, or more time (--thorough)"
         if length < USELESS_LENGTH:
-            return f"do without, or retrain it for this target and these prompts ({figures})"
+            return f"do without, or retrain it for this target and these prompts ({length:.2f} tokens a pass)"
         if self.greedy.pays:
             return f"use it ({figures})"
         return f"it drafts, but not faster than this target decodes here: try graphs, or train it further ({figures})"
@@ -319,8 +324,10 @@ def _text_finding(check: str, written: Written) -> Finding:
     count, differences = len(written.texts), written.result.differences
     wrong = [(prompt, verdict) for prompt, verdict in differences.items() if verdict.kind is Kind.DIFFERENT]
     if not wrong:
-        ties = f", {len(differences)} part at ties within rounding" if differences else ""
-        return Finding(check, "ok", f"{count - len(differences)} of {count} texts equal{ties}")
+        if not differences:
+            return Finding(check, "ok", f"{count} of {count} texts")
+        ties = f"{len(differences)} of them part at a token that is as likely as another within rounding"
+        return Finding(check, "ok", f"{count} of {count} texts, {ties}")
     where = "; ".join(
         f"prompt {prompt} after {verdict.position} tokens, logits {verdict.logit_gap:.3g} apart where a tie is "
         f"{TIE_ROUNDINGS * verdict.rounding:.3g}"
@@ -348,6 +355,8 @@ def _acceptance_finding(greedy: Written, promised: Sequence[float]) -> Finding:
     if not promised:
         return Finding("acceptance", "ok" if length >= USELESS_LENGTH else "note", text)
     text += f"; by its training report {min(promised):.2f} to {max(promised):.2f}, by kind of prompt"
+    if len(greedy.texts) < FEWEST_JUDGED:
+        return Finding("acceptance", "note", f"{text}; too few texts to judge by")
     if length >= SHARE_OF_CARD * min(promised):
         return Finding("acceptance", "ok", text)
     advice = "the target may have been fine-tuned or quantised since, or these prompts are of another kind: "

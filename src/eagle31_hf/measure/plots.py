@@ -65,7 +65,13 @@ def _draw_kinds(axes: Any, results: Sequence[MethodResult], kinds: Sequence[str]
             label=result.method.name,
             error_kw={"lw": 1},
         )
-        axes.bar_label(bars, [f" {speed.median:.2f}" for speed in known.values()], padding=2, fontsize=10)
+        axes.bar_label(
+            bars,
+            [f" {speed.median:.2f}" for speed in known.values()],
+            padding=2,
+            fontsize=10,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )
     axes.axvline(1.0, color="#222222", lw=1, ls="--")
     axes.set_yticks(range(len(kinds)), kinds)
     axes.invert_yaxis()
