@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +91,22 @@ def test_two_of_which_the_first_is_killed(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(processes._started) == 2
         processes._started[0].kill()
         assert sorted(told(processes)) == [False, True]
+
+
+def test_each_process_has_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor names files by what it compiles: of two that compile the same, one would read what is half written."""
+    folders, both = [], threading.Barrier(2)
+
+    def start(*_: Any, env: dict[str, str], **__: Any) -> None:
+        folders.append(env["TORCHINDUCTOR_CACHE_DIR"])
+        both.wait(timeout=30)
+        raise OSError
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with CompilerProcesses(2) as processes:
+        wait([processes.compile(exported(), tmp_path / name, SETTINGS) for name in ("a.pt2", "b.pt2")])
+        assert len({*folders}) == 2
+        assert all(folder.startswith(processes._exported.name) for folder in folders)
 
 
 def test_closing_ends_what_has_begun_and_begins_nothing_more(tmp_path: Path) -> None:

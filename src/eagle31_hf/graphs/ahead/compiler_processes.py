@@ -114,6 +114,8 @@ class CompilerProcesses:
             return ""
 
     def _start(self) -> subprocess.Popen[str]:
+        # Inductor writes files by what it compiles: two processes that compile the same would read each other's halves.
+        own = {"TORCHINDUCTOR_CACHE_DIR": f"{self._exported.name}/{threading.get_ident()}"}
         process = subprocess.Popen(
             [sys.executable, "-m", CompileJob.__module__],
             stdin=subprocess.PIPE,
@@ -122,7 +124,7 @@ class CompilerProcesses:
             encoding="utf-8",
             # `-m` looks for modules in the working folder first, which may be anybody's.
             cwd=self._exported.name,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            env=os.environ | own | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             start_new_session=True,  # a group, to be ended together
         )
         with self._starting:
