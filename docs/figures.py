@@ -4,7 +4,7 @@ docs/figures.toml says for each page which of its numbers stands in which record
 
     [["README.md"]]
     line = "| prompt lookup | {}× | {}× |"
-    from = ["run-fp32-t0.json methods[method=prompt lookup].speedup.median", "…"]
+    from = ["demo-greedy.json methods[3].speedup.median", "…"]
 
 `line` is a row of a table or a piece of a line of the page, `{}` a number in it; one that stands on a page more than
 once has an entry for each time, in their order. `python docs/figures.py` (`make figures`) writes the records' values
