@@ -5,10 +5,15 @@ Run by the Python of the engines' environment (`make engines`), which knows noth
     python vllm_worker.py FD SETTINGS      # FD: where answers go; SETTINGS: JSON of the fields read below
 """
 
+import importlib.util
 import json
 import os
 import sys
 import time
+import types
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from unittest.mock import MagicMock
 
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "drafts",
@@ -16,6 +21,29 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "accepted_at",
 }
+
+
+class NoPictures(MetaPathFinder, Loader):
+    """Stands in for torchvision, which the modules of targets that see import and which texts never call."""
+
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = lambda name: MagicMock() if not name.startswith("__") else self._refuse(name)
+        return module
+
+    def exec_module(self, module):
+        module.__version__ = "0"
+
+    @staticmethod
+    def _refuse(name):
+        raise AttributeError(name)
+
+
+if importlib.util.find_spec("torchvision") is None:  # in the engine's own process, too, which imports this file
+    sys.meta_path.append(NoPictures())
 
 
 def load(settings):
