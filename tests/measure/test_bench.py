@@ -245,7 +245,7 @@ def test_ties_and_steps_down_are_noted(measured_once):
     stats = replace(tie.stats, loop="plain", reason="not today", fallbacks=["steps stay eager"])
     text = shown(summarise(replace(measured_once, calls=[*measured_once.calls, replace(tie, stats=stats)])))
     assert "up to ties" in text
-    assert "from its token 4 on: a tie, the widest of 1 (logits 0.01 apart" in text
+    assert "from its token 4 on: a tie (logits 0.01 apart" in text
     assert "served by plain: not today" in text
     assert "served by steps stay eager" in text
     wrong = replace(tie, verdicts=(Verdict(Kind.DIFFERENT, 2, 1.0, 0.0),))

@@ -41,10 +41,10 @@ def test_the_bar_says_that_acceptance_is_measured() -> None:
     bar, state, control = LiveProgress(Console(file=io.StringIO()), counting), TrainerState(), TrainerControl()
     control.should_evaluate = True
     bar.on_step_end(None, state, control)
-    bar.on_log(None, state, control, {"loss": 2.0, "accuracy_step_0": 0.5})
-    assert counting.figures == ", loss 2.000, accuracy by step 0.50, measuring acceptance"
+    bar.on_log(None, state, control, {"loss": 2.0, "accuracy_step_0": 0.5, "accuracy_step_1": 0.4})
+    assert counting.figures == ", loss 2.00, accuracy 0.50 to 0.40, measuring acceptance"
     bar.on_log(None, state, control, {"eval_acceptance_length": 1.5})
-    assert counting.figures == ", loss 2.000, accuracy by step 0.50"
+    assert counting.figures == ", loss 2.00, accuracy 0.50 to 0.40"
 
 
 def test_the_bar_ends_where_training_ends_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

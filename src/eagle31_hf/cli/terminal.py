@@ -93,11 +93,13 @@ def legend() -> Text:
 
 def conditions_line(measured: Measured, origin: dict[str, Any]) -> Text:
     """What was measured where."""
+    temperature = measured.settings.temperature
+    sampling = f"temperature {temperature:g}" if temperature else "greedy"
     prompts = len({prompt for call in measured.calls for prompt in call.prompts})
     repeats = len({call.repeat for call in measured.calls})  # fewer than planned where time ran out
     device = count(origin["threads"], "CPU thread") if origin["device"] == "cpu" else origin["device"]
     return Text(
-        f"{count(prompts, 'prompt')}, up to {measured.settings.new_tokens} tokens each, {device} "
+        f"{count(prompts, 'prompt')}, up to {measured.settings.new_tokens} tokens each, {sampling}, {device} "
         f"({origin['processor']}), {origin['dtype']}; medians and spreads of {count(repeats, 'interleaved repeat')}",
         style="dim",
     )

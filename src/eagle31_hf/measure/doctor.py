@@ -157,6 +157,7 @@ def examine(
     prompts = [subject.encode(conversation)["input_ids"][0] for conversation in subject.conversations]
 
     def write(what: str, share: float, temperature: float = 0.0) -> Written:
+        on_step(what, 0, len(prompts))
         return write_both(
             subject.drafter,
             prompts,

@@ -157,7 +157,8 @@ def _difference_lines(result: MethodResult) -> Iterator[str]:
         if found.kind is not Kind.TIE:
             yield line(prompt, found, "not a tie")
     if ties:
-        yield line(*max(ties, key=lambda each: each[1].logit_gap), f"a tie, the widest of {len(ties)}")
+        widest = max(ties, key=lambda each: each[1].logit_gap)
+        yield line(*widest, "a tie" if len(ties) == 1 else f"a tie, the widest of {len(ties)}")
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -242,9 +242,10 @@ def _longest_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
     rows = []
     for kind, tokens in plan.longest_by_cache:
         settings = replace(plan.settings, cache_type=kind, draft_tokens=plan.settings.draft_tokens or 1)
-        graphs = "with" if captures_steps(plan.target, plan.card, settings) else "without"
+        graphs = " with graphs" if captures_steps(plan.target, plan.card, settings) else " without graphs"
+        graphs = graphs if plan.card.kind == "cuda" else ""  # nothing is captured elsewhere
         stored = ", keys and values in 8 bits" if kind == "int8" else ""
-        rows.append((f"longest {graphs} graphs", _tokens_text(plan, tokens) + stored))
+        rows.append((f"longest{graphs}", _tokens_text(plan, tokens) + stored))
         if "trained" in rows[-1][1]:  # nothing is longer
             break
     return rows

@@ -31,8 +31,8 @@ LINE_EVERY_S = 30.0
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line as it is: neither wrapped, which tears it in a log, nor searched for markup."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    """Print a line as it is, not searched for markup. A terminal gets it wrapped at words, a log as one line."""
+    console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
 class Counting:
@@ -112,8 +112,9 @@ class LiveProgress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
         if "loss" in logs:
-            accuracy = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("accuracy_step_"))
-            self._figures = f", loss {logs['loss']:.3f}, accuracy by step {accuracy}"
+            steps = [value for name, value in logs.items() if name.startswith("accuracy_step_")]
+            accuracy = " to ".join(f"{value:.2f}" for value in (*steps[:1], *steps[1:][-1:]))  # of the first and last
+            self._figures = f", loss {logs['loss']:.2f}, accuracy {accuracy}"
         if "eval_acceptance_length" in logs:
             positions = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("eval_acceptance_at_"))
             length = f"acceptance length {logs['eval_acceptance_length']:.3f}, by position {positions}"

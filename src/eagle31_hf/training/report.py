@@ -164,6 +164,8 @@ class TrainingReport:
             )
         else:
             yield f"try it: eagle31 chat --target {target} --drafter {self.folder}"
+            if Path(target).is_dir():
+                yield "its card names a folder as its target; to publish it, train with --target-id OWNER/NAME"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready figures."""
