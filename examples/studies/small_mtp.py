@@ -5,10 +5,10 @@ run right?
         --out small --json small-mtp.json
 
 Trains the target (gated delta net, every fourth layer attention; or of Mellum's shape; an uneven final norm) on
-conversations, then its head
-beside it, both for so many minutes of processor time, and writes them as such targets are published. Then the pair
-writes held-out answers, and a slow reference does the same: it reads the whole text anew for every draft step and keeps
-no cache. Both must accept the same numbers of tokens pass by pass. What is in the folder already is not trained again.
+conversations, then its head beside it, both for so many minutes of processor time, and writes them as such targets are
+published. Then the pair writes held-out answers, and a slow reference does the same: it reads the whole text anew for
+every draft step and keeps no cache. Both must accept the same numbers of tokens pass by pass. What is in the folder
+already is not trained again.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ def _longest_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
         graphs = graphs if plan.card.kind == "cuda" else ""  # nothing is captured elsewhere
         stored = ", keys and values in 8 bits" if kind == "int8" else ""
         rows.append((f"longest{graphs}", _tokens_text(plan, tokens) + stored))
-        if "trained" in rows[-1][1]:  # nothing is longer
+        if tokens >= (plan.target.max_position_embeddings or tokens + 1):  # nothing is longer
             break
     return rows
 

@@ -76,8 +76,8 @@ class Preparation:
         reasons = ", ".join(f"{count:,} {what}" for what, count in left_out.items() if count)
         further = f" and {documents.rewritten:,} turns that the template rewrites later" if documents.rewritten else ""
         count = len(documents.documents) - documents.rewritten
-        reasons = f" ({reasons})" if reasons else ""
-        say(self.console, f"text      {count:,} conversations{further}{reasons}, {len(held_out):,} to measure on")
+        further += f" ({reasons})" if reasons else ""
+        say(self.console, f"text      {count:,} conversations{further}, {len(held_out):,} to measure on")
         return documents, prompts
 
     def _read_prompts(self) -> list[Conversation]:
