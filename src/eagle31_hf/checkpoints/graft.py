@@ -40,8 +40,8 @@ def graft_head(base: Path, folder: Path) -> list[str]:
     if head.family is None:
         raise CheckpointFormatError(f"{base} holds a head by itself, without its target's names; pass the target")
     head.config()  # refused here if it is not whole
-    loaded = head.load()
-    head.tensors(loaded)
+    loaded = head.stored.load(head.names.values())
+    head.unpack({ours: loaded[theirs] for ours, theirs in head.names.items()})
     _require_room_for_it(head, head.family, folder)
     held = open_tensors(folder).infos  # Ernie's final norm is the target's, and there already
     tensors = {name: tensor for name, tensor in loaded.items() if name not in held}

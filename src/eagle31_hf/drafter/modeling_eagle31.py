@@ -350,7 +350,7 @@ class Eagle31Network(PreTrainedModel):
             CheckpointFormatError: tensors are missing, spare or of another shape; nothing was loaded.
         """
         wanted = {name: tuple(tensor.shape) for name, tensor in self.canonical_tensors().items()}
-        check_tensor_infos(self.config, {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, wanted)
+        check_tensor_infos({name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, wanted)
         state: dict[str, Tensor] = {}
         for name in self.state_dict():
             parts = [tensors[part] for part in self.published_names(name)]
