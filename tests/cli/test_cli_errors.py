@@ -76,7 +76,7 @@ def test_a_target_named_as_the_drafter_is_called_so(case, tmp_path):
     rest = {"generate": ["--target", TARGET, "--prompt", "x"], "plan": [TARGET, "--card", "RTX 4090"],
             "train": [TARGET, "--prompts", "self", "--out", tmp_path / "out"]}  # fmt: skip
     message = error_of(case, *rest[case], "--drafter", TARGET)
-    assert "a whole language model, not a drafter; pass this model as the target (--target" in message
+    assert "a whole language model, not a drafter; name it as the target, and its drafter here" in message
     assert not (tmp_path / "out").exists(), "nothing was written before that was said"
 
 

@@ -255,7 +255,7 @@ _METHODS = (  # the first that fits
     ),
     _Method(
         "a whole language model, not a drafter",
-        "pass this model as the target (--target, target=…) and its drafter here (were the two swapped?)",
+        "name it as the target, and its drafter here (were the two swapped?)",
         holds=_is_language_model,
     ),
     _Method(
