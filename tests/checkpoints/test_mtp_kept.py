@@ -16,7 +16,7 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import files, graft, read_checkpoint
 from eagle31_hf.checkpoints.graft import graft_head
 from eagle31_hf.errors import CheckpointError, CheckpointFormatError, ConfigurationError
-from helpers import assert_same_text, configured
+from helpers import assert_same_text
 from mtp_targets import FAMILIES, target_with_head
 
 
@@ -51,17 +51,10 @@ def test_a_head_is_saved_by_itself_and_read_again(family, tmp_path):
     drafter = Eagle31Drafter.from_pretrained(tmp_path / "target", target=target)
     drafter.save_pretrained(tmp_path / "head")
     again = Eagle31Drafter.from_pretrained(tmp_path / "head", target=target)
-    ids = torch.arange(10, 18)[None]
-    texts = []
-    for each in (drafter, again):
-        with configured(each, num_assistant_tokens=3, num_assistant_tokens_schedule="constant"):
-            texts.append(target.generate(ids, max_new_tokens=16, do_sample=False, assistant_model=each))
-    assert torch.equal(*texts)
-    wanted = drafter.canonical_tensors()
-    for name, tensor in again.canonical_tensors().items():
-        assert torch.equal(tensor, wanted[name]), name
-    assert again.config.block == drafter.config.block
-    assert again.stats.accepted_at == drafter.stats.accepted_at
+    ours, wanted = again.canonical_tensors(), drafter.canonical_tensors()
+    assert ours.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in ours.items())
+    assert again.config.to_dict() == drafter.config.to_dict() | {"architectures": again.config.architectures}
 
 
 def test_no_other_layout_can_say_what_a_head_is(base, tmp_path):

@@ -96,12 +96,18 @@ def test_convert_copies_from_the_target_what_a_layout_cannot_share(tmp_path):
     assert torch.equal(written.tensors["embed_tokens.weight"], target.get_input_embeddings().weight)
     shared = read_checkpoint(DRAFTER)
     shared.config.own_lm_head = False
-    rows = shared.tensors.pop("lm_head.weight").shape[0]
-    write_checkpoint(shared, tmp_path / "shared")
-    command = ("convert", tmp_path / "shared", tmp_path / "whole", "--format", "speculators")
-    assert "--target" in error_of(*command)
-    run(*command, "--target", TARGET)
-    assert read_checkpoint(tmp_path / "whole").tensors["lm_head.weight"].shape[0] == rows
+    del shared.tensors["lm_head.weight"]
+    for rows in (4096, 8192):
+        if rows == 8192:
+            shared.config.draft_vocab_size = rows
+            del shared.tensors["d2t"]
+        write_checkpoint(shared, tmp_path / f"shared-{rows}")
+        command = ("convert", tmp_path / f"shared-{rows}", tmp_path / f"own-{rows}", "--format", "speculators")
+        assert "--target" in error_of(*command)
+        run(*command, "--target", TARGET)
+        own = read_checkpoint(tmp_path / f"own-{rows}").tensors
+        ids = torch.arange(rows) + own.get("d2t", 0)
+        assert torch.equal(own["lm_head.weight"], target.get_output_embeddings().weight[ids])
 
 
 def test_an_unknown_layout_is_named_before_anything_is_read(tmp_path):
