@@ -17,10 +17,11 @@ from transformers import DynamicCache, LlamaConfig
 from eagle31_hf.cache.quantized import CACHE_TYPES, LARGEST_CODE, encode
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.memory.target_facts import dry_run_of, sizes_by_layer
+from eagle31_hf.memory.dry_run import dry_run_of
 from eagle31_hf.memory.weights import SCHEMES
 from eagle31_hf.settings import CACHE_TYPES as ALL_CACHE_TYPES
 from eagle31_hf.settings import Eagle31GenerationConfig
+from eagle31_hf.targets.fresh_drafter import sizes_by_layer
 from helpers import CONFIGS, configured, drafter_of, first_row, target_of
 
 # --- rounding ---------------------------------------------------------------------------------------------------------

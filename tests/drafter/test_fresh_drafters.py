@@ -12,10 +12,10 @@ import transformers as hf
 from eagle31_hf import Eagle31Drafter, plan_memory
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.demo import target_path
-from eagle31_hf.drafter.default_config import default_config
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
-from eagle31_hf.memory.target_facts import read_target, sizes_by_layer, trained_context
+from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.targets.binding import CACHE_ARGUMENT
+from eagle31_hf.targets.fresh_drafter import default_config, sizes_by_layer, trained_context
 from eagle31_hf.training.settings import TrainingSettings
 from families import GEMMA_4, TEXT_FAMILIES
 from helpers import DEMO_DRAFTER, GROUPED, assert_same_text, left_padded, random_prompts, random_target
@@ -60,7 +60,7 @@ def test_a_fresh_drafter_reads_three_different_states(layers, tmp_path):
         assert drafter.config.aux_layers is None
     drafter.save_pretrained(tmp_path)
     assert Eagle31Drafter.from_pretrained(tmp_path, target=target).binding.aux_layers == taps
-    again = Eagle31Drafter.from_target(target, config=default_config(target))
+    again = Eagle31Drafter.from_target(target, config=default_config(target.config))
     assert again.binding.aux_layers == taps
     assert Eagle31Drafter.from_target(target, aux_layers=[1, 1, 2]).binding.aux_layers == (1, 1, 2)
 
@@ -68,7 +68,7 @@ def test_a_fresh_drafter_reads_three_different_states(layers, tmp_path):
 @pytest.mark.parametrize("layers", [4, 5, 6])
 def test_what_was_trained_with_the_published_default_is_read_with_it(layers):
     target = of_depth(layers)
-    drafter = Eagle31Drafter(default_config(target)).attach(target)
+    drafter = Eagle31Drafter(default_config(target.config)).attach(target)
     assert drafter.binding.aux_layers == (2, layers // 2, layers - 3)
 
 
@@ -100,7 +100,7 @@ def test_an_epsilon_that_is_null_is_not_taken():
     """Cohere 2 MoE has one, for it has other norms."""
     target = random_target(hf.LlamaConfig(**GROUPED))
     vars(target.config)["rms_norm_eps"] = None
-    assert default_config(target).rms_norm_eps == 1e-5
+    assert default_config(target.config).rms_norm_eps == 1e-5
 
 
 def test_training_is_set_up_for_a_target_of_unlike_layers():

@@ -24,7 +24,7 @@ from ..drafter.loading import load_target as load_pretrained
 from ..drafter.loading import packing_config, stored_dtype
 from ..errors import TrainingError
 from ..memory.cards import best_kind
-from ..memory.target_facts import trained_context
+from ..targets.fresh_drafter import trained_context
 from ..texts.conversations import read_conversations, with_unique_ids
 from ..texts.rows import Conversation
 from .data import Document, Documents, build_vocabulary, count_supervised, coverage, render_documents
