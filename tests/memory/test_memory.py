@@ -107,7 +107,7 @@ def test_drafter_terms_cover_what_a_drafter_adds() -> None:
 
 def test_trees_need_more_than_chains() -> None:
     chain = plan_memory(LLAMA_8B, quantization="bf16", card="RTX A6000", draft_tokens=5)
-    tree = plan_memory(LLAMA_8B, quantization="bf16", card="RTX A6000", draft_tokens=5, tree_size=60)
+    tree = plan_memory(LLAMA_8B, quantization="bf16", card="RTX A6000", draft_tokens=5, tree_width=4, tree_size=60)
     assert tree.settings.shape.nodes == 60
     assert tree.bytes_by_moment["verify"] > chain.bytes_by_moment["verify"]
     assert tree.settings.cache_capacity == chain.settings.cache_capacity + 54
@@ -119,9 +119,9 @@ def test_trees_need_more_than_chains() -> None:
         ({}, DraftShape(7, top_k=2, size=8)),
         ({"batch": 2}, DraftShape(7)),
         ({"quantization": "bnb-nf4"}, DraftShape(7)),
-        ({"card": "Apple M3 Max 64GB"}, DraftShape(7)),
+        ({"card": "Apple M3 Max 64GB"}, DraftShape(6)),
         ({"card": Card("main memory", "cpu", 64 * GIB, 64 * GIB)}, DraftShape(12)),
-        ({"cache_type": "int8"}, DraftShape(7)),
+        ({"cache_type": "int8"}, DraftShape(6)),
         ({"draft_tokens": 5}, DraftShape(5)),
         ({"draft_tokens": 5, "tree_size": 20}, DraftShape(5, top_k=2, size=20)),
         ({"tree_width": 3}, DraftShape(6, top_k=3, size=36)),

@@ -263,7 +263,7 @@ def _draft_text(plan: MemoryPlan) -> str:
     settings = plan.settings
     if not settings.speculates:
         return "none: no drafter" + ("" if plan.drafter is None else " fits beside the target")
-    depth, nodes = settings.draft_tokens, settings.tree_size
+    depth, nodes = settings.draft_tokens, settings.tree_size and settings.shape.nodes
     if settings.draft_is_usual:
         shape = f"chains of up to {depth} tokens" + (f", trees of {nodes} nodes for sampled texts" if nodes else "")
     else:
