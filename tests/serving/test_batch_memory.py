@@ -4,7 +4,7 @@ import pytest
 import torch
 from batches import batch_of, read_in_pieces, text_of
 
-from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair
+from eagle31_hf.cli.pairs import DraftOptions, PairSource, load_pair
 from eagle31_hf.cli.serve import READING_ROWS
 from eagle31_hf.memory.dry_run import StorageCounter
 from helpers import configured
@@ -45,13 +45,13 @@ def test_texts_that_come_and_go_leave_nothing_behind():
 
 
 def test_full_rows_and_the_one_that_reads_are_planned_for():
-    plans, kept = [], []
+    kept = []
     source = PairSource(memory="auto", context=CONTEXT)
-    pair = load_pair(source, Drafting(), batch=ROWS + READING_ROWS, on_plan=plans.append)
+    pair = load_pair(source, DraftOptions(), batch=ROWS + READING_ROWS)
     meter = StorageMeter()
     meter.loaded(pair.target)
     meter.loaded(pair.drafter)
-    peak = meter.peak(lambda: kept.append(fill(pair, plans[0].settings.prefill_chunk)))
-    caches = sum(term.num_bytes for term in plans[0].ledger if "cache" in term.name)
+    peak = meter.peak(lambda: kept.append(fill(pair, pair.plan.settings.prefill_chunk)))
+    caches = sum(term.num_bytes for term in pair.plan.ledger if "cache" in term.name)
     assert 0.98 * kept[0] < caches, "a row to read in is one of the plan's"
-    assert peak <= plans[0].peak_bytes
+    assert peak <= pair.plan.peak_bytes
