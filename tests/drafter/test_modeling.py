@@ -36,11 +36,16 @@ def test_drafts_leave_no_trace_in_the_cache() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("counts", [[3], [20], [3, 3], [5, 0, 2], [20, 1, 7]], ids=str)
-def test_a_round_makes_one_rotary_table_at_most(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What turned the absorbed positions goes on to turn the drafts, to the bit, whatever each row absorbed."""
+@pytest.mark.parametrize(
+    ("counts", "widths"), [([3], []), ([20], [16]), ([3, 3], [16]), ([5, 0, 2], [16]), ([20, 1, 7], [20, 16])], ids=str
+)
+def test_a_round_makes_one_rotary_table_at_most(
+    counts: list[int], widths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What turned a draft turns the positions absorbed next, and a single row goes on with what is left of its table.
+    More than a draft at once is a prompt's."""
     drafter = drafter_of("llama")
-    rows, width = len(counts), max(counts)
+    rows = len(counts)
     session = DraftSession(drafter, batch_size=rows, capacity=64, block=32)
     rotary, tables = drafter.rotary, []
     monkeypatch.setattr(drafter, "rotary", lambda positions: tables.append(positions) or rotary(positions))
@@ -48,12 +53,11 @@ def test_a_round_makes_one_rotary_table_at_most(counts: list[int], monkeypatch: 
         tables.clear()
         aux = states(drafter, rows, max(before))
         session.absorb(torch.zeros(rows, max(before), dtype=torch.long), aux, list(before))
-    for depth in range(5):
-        session.step(torch.zeros(rows, 1, dtype=torch.long), session.root.feedback, after=depth, depth=depth)
-        wanted = rotary(session.cache.lengths_tensor[:, None] + depth)
-        assert all(map(torch.equal, session.rotary_at(depth), wanted))
-    made = [tuple(positions.shape) for positions in tables]
-    assert made == ([] if rows == 1 else [(rows, width + 16)]), "a single row goes on with what is left of its table"
+        for depth in range(5):
+            session.step(torch.zeros(rows, 1, dtype=torch.long), session.root.feedback, after=depth, depth=depth)
+            wanted = rotary(session.cache.lengths_tensor[:, None] + depth)
+            assert all(map(torch.equal, session.rotary_at(depth), wanted))
+    assert [tuple(positions.shape) for positions in tables] == [(rows, width) for width in widths]
 
 
 def test_canonical_tensors_are_views() -> None:
