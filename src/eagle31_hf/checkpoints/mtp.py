@@ -308,13 +308,11 @@ def write_head(folder: Path, config: Eagle31Config, tensors: Mapping[str, Tensor
 
 
 def _files_with(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """The files that may hold tensors of such names: of an index only those it names, and `mtp.safetensors`."""
-    beside = [path for path in (folder / HEAD_FILE,) if path.is_file()]
-    if (folder / WEIGHTS_FILE).is_file():
-        return [folder / WEIGHTS_FILE, *beside]
-    if not (folder / INDEX_FILE).is_file():
-        return beside
-    return sorted({*shard_paths(folder, _named_files(folder, pattern)), *beside})
+    """The files that may hold tensors of such names: those that an index names, or else the only one, and
+    `mtp.safetensors`."""
+    named = shard_paths(folder, _named_files(folder, pattern)) if (folder / INDEX_FILE).is_file() else []
+    beside = [folder / HEAD_FILE] if named else [folder / WEIGHTS_FILE, folder / HEAD_FILE]
+    return sorted({*named, *(path for path in beside if path.is_file())})
 
 
 def _named_files(folder: Path, pattern: re.Pattern[str]) -> set[str]:
