@@ -19,6 +19,7 @@ GEMMA_4: dict[str, Any] = {
 }  # fmt: skip
 GPT_2 = {"vocab_size": 96, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128, "initializer_range": 0.15}
 IDS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+WITHOUT_HEAD_DIM = {name: value for name, value in GROUPED.items() if name != "head_dim"}
 
 TEXT_FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma4_text": lambda: hf.Gemma4TextConfig(**GEMMA_4),
@@ -42,6 +43,13 @@ TEXT_FAMILIES: dict[str, Callable[[], Any]] = {
         kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
     ),
     "gpt_oss": lambda: hf.GptOssConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "qwen2_windowed": lambda: hf.Qwen2Config(
+        **WITHOUT_HEAD_DIM, use_sliding_window=True, sliding_window=8, max_window_layers=2,
+    ),
+    "llama4_text": lambda: hf.Llama4TextConfig(
+        **GROUPED, attention_chunk_size=8, intermediate_size_mlp=48, no_rope_layers=[1, 0] * 2, moe_layers=[1],
+        layer_types=["chunked_attention", "full_attention"] * 2, num_local_experts=2, num_experts_per_tok=1,
+    ),
 }  # fmt: skip
 
 # --- decoders that see ------------------------------------------------------------------------------------------------
@@ -59,7 +67,6 @@ QWEN_IDS = {
     "vision_end_token_id": END,
     "video_token_id": VIDEO,
 }
-WITHOUT_HEAD_DIM = {name: value for name, value in GROUPED.items() if name != "head_dim"}
 
 
 def llava() -> Any:

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stock_models import MIXED, random_tree
 
-from eagle31_hf.cache.masks import RESIDENT_QUERIES
 from eagle31_hf.cache.spans import LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
+
+
+@dataclass
+class Tree:
+    """Node 0 is the root; parents precede children."""
+
+    parents: list[int]
+
+    def path(self, node: int) -> list[int]:
+        return [node] if node == 0 else [*self.path(self.parents[node]), node]
+
+    @property
+    def depths(self) -> torch.Tensor:
+        return torch.tensor([len(self.path(node)) - 1 for node in range(len(self.parents))])
+
+    @property
+    def ancestors(self) -> torch.Tensor:
+        nodes = range(len(self.parents))
+        return torch.tensor([[other in self.path(node) for other in nodes] for node in nodes])
+
+
+def random_tree(rng: random.Random, size: int) -> Tree:
+    return Tree([0] + [rng.randrange(max(0, i - 3), i) for i in range(1, size)])
 
 
 def naive_mask(lengths, ancestors, depths, after, window=None, chunked=False):
@@ -48,7 +70,7 @@ def naive_mask(lengths, ancestors, depths, after, window=None, chunked=False):
     window=st.integers(1, 6),
 )
 def test_masks_equal_the_formula_after_every_round(seed, batch_size, shared, slab, kind, window):
-    """Rounds of random tree, acceptance and rollback: the resident mask must never remember a rejected block."""
+    """Rounds of random tree, acceptance and rollback."""
     rng = random.Random(seed)
     kinds = LayerKinds([None, window], ["full_attention", kind])
     cache = SpeculativeCache(kinds, batch_size=batch_size, capacity=90, block=9, slab=slab)
@@ -107,23 +129,15 @@ def test_the_first_chunk_needs_no_mask_where_none_is_causal():
         ([None], [0, 2], 0, True),
         ([None], [0, 0], 1, True),
     ):
-        cache = SpeculativeCache(LayerKinds(windows, MIXED[: len(windows)]), batch_size=2, capacity=20, block=6)
+        cache = SpeculativeCache(
+            LayerKinds(windows, ["full_attention", "sliding_attention"][: len(windows)]),
+            batch_size=2,
+            capacity=20,
+            block=6,
+        )
         cache.place(2)
         cache.commit(lengths)
         cache.place(4, after=after)
         made = cache.attention_mask(none_is_causal=True).values()
         assert any(mask is not None for mask in made) == wants
         assert all(mask is not None for mask in cache.attention_mask().values()), "unless the model says so"
-
-
-def test_a_prefill_chunk_does_not_stay_in_the_resident_mask():
-    cache = SpeculativeCache(LayerKinds([None]), batch_size=1, capacity=4096, block=RESIDENT_QUERIES + 1)
-    cache.place(RESIDENT_QUERIES + 1)
-    assert cache.attention_mask().shape == (1, 1, RESIDENT_QUERIES + 1, RESIDENT_QUERIES + 1)
-    assert cache.num_bytes == 0
-    cache.commit(RESIDENT_QUERIES + 1)
-    cache.place(4)
-    mask = cache.attention_mask()
-    assert not mask[..., : RESIDENT_QUERIES + 1].any()
-    assert mask[..., RESIDENT_QUERIES + 1 :].count_nonzero() == 6
-    assert cache.num_bytes == 4 * 4096 * 4

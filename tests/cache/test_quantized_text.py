@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from eagle31_hf.cache.speculative import SpeculativeCache
-from helpers import configured, demo_tokenizer, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
+from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
 from matrix import WHOLE, pairwise
 
 NEW_TOKENS = 20
@@ -91,11 +91,6 @@ def test_drafting_does_not_change_the_text(name: str, shape: str, batch_size: in
     drafted(name, prompts_for(name, batch_size, seed=batch_size), SHAPES[shape], prefill_chunk_size=5)
 
 
-@pytest.mark.parametrize("depth", range(1, 9))
-def test_no_draft_length_changes_the_text(depth: int) -> None:
-    drafted("llama", prompts_for("llama", 1, seed=3), {"num_assistant_tokens": depth})
-
-
 def test_a_cache_of_few_bits_is_really_used() -> None:
     """The logits are those of rounded keys and values: near the full ones, and not equal to them."""
     prompt = tuple(prompts_for("llama", 1)[0])
@@ -118,22 +113,3 @@ def test_a_conversation_goes_on_as_if_it_had_never_stopped(name: str) -> None:
         again = target_of(name).generate(longer, assistant_model=eagle, **options)
         went_on = target_of(name).generate(longer, assistant_model=eagle, past_key_values=carried, **options)
     assert torch.equal(went_on, again)
-
-
-@cache
-def demo_acceptance_length(kind: str) -> float:
-    rounds = accepted = 0
-    with configured(drafter_of("demo-target"), cache_type=kind, num_assistant_tokens=5) as eagle:
-        for prompt in prompts_for("demo-target", 4):
-            target_of("demo-target").generate(
-                torch.tensor([prompt]), assistant_model=eagle, max_new_tokens=64, do_sample=False,
-                eos_token_id=None, pad_token_id=demo_tokenizer().pad_token_id,
-            )  # fmt: skip
-            rounds, accepted = rounds + eagle.stats.rounds, accepted + eagle.stats.accepted
-    return 1 + accepted / rounds
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_the_trained_drafter_drafts_as_well_over_such_a_cache() -> None:
-    assert demo_acceptance_length("int8") > 0.9 * demo_acceptance_length("full") > 2

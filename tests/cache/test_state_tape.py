@@ -15,7 +15,6 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_selective_state_up
 from eagle31_hf.cache.state_tape import (
     GatedDelta,
     LastNodes,
-    LastNodesInGraph,
     Recorded,
     SelectiveScan,
     moved_windows,
@@ -94,8 +93,9 @@ CASES = {
 @pytest.mark.parametrize("last", KEPT, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_states_are_those_of_one_token_after_the_other(case: str, last: list[int], in_graph: bool) -> None:
-    taped = [(drawn(ROWS, HEADS, WIDTH, OTHER, seed=layer), CASES[case](10 * layer)) for layer in range(LAYERS)]
-    kept = LastNodesInGraph(torch.tensor(last)) if in_graph else LastNodes(last, CPU)
+    cases = [*[case] * LAYERS, "selective scan"]  # calls that are unlike are answered apart
+    taped = [(drawn(ROWS, HEADS, WIDTH, OTHER, seed=n), CASES[each](10 * n)) for n, each in enumerate(cases)]
+    kept = LastNodes(torch.tensor(last) if in_graph else last, CPU)
     moves = rebuilt_states(taped, kept)
     assert [state for state, _ in moves] == [state for state, _ in taped]
     for (state, recorded), (_, found) in zip(taped, moves, strict=True):
@@ -112,7 +112,7 @@ def test_a_scan_that_rounds_is_followed_bit_for_bit(last: list[int], in_graph: b
     recorded = selective_scan(0, dt_softplus=True)
     inputs = tuple([each.bfloat16() for each in recorded.inputs])
     state = drawn(ROWS, HEADS, WIDTH, OTHER, seed=5)
-    kept = LastNodesInGraph(torch.tensor(last)) if in_graph else LastNodes(last, CPU)
+    kept = LastNodes(torch.tensor(last) if in_graph else last, CPU)
     scan = SelectiveScan(mamba2_selective_state_update, dt_softplus=True, rounds=True)
     [(_, found)] = rebuilt_states([(state, Recorded(scan, inputs))], kept)
     for row, end in enumerate(last):
@@ -137,22 +137,10 @@ def test_windows_end_where_rows_do(last: Sequence[int]) -> None:
     """Of one convolution and of two that are alike, by numbers that are known to the host or to a graph alone."""
     columns = [drawn(ROWS, WIDTH, 3 + TOKENS, seed=seed) for seed in range(2)]
     taped = [(each[..., :3].clone(), each) for each in columns]
-    for kept in (LastNodes(last, CPU), LastNodesInGraph(torch.tensor(last))):
+    for kept in (LastNodes(last, CPU), LastNodes(torch.tensor(last), CPU)):
         for (_, whole), (_, found) in zip(taped, moved_windows(taped, kept), strict=True):
             for row, end in enumerate(last):
                 assert torch.equal(found[row], whole[row, :, end + 1 : end + 4])
-
-
-def test_calls_that_are_unlike_are_answered_apart() -> None:
-    recurrences = [SelectiveScan(one_token, dt_softplus=flag) for flag in (True, False, True)]
-    taped = [
-        (drawn(ROWS, HEADS, WIDTH, OTHER, seed=n), Recorded(recurrence, selective_scan(n, dt_softplus=False).inputs))
-        for n, recurrence in enumerate(recurrences)
-    ]
-    found = {id(state): moved for state, moved in rebuilt_states(taped, LastNodes([5] * ROWS, CPU))}
-    for state, recorded in taped:
-        wanted = torch.stack([after(recorded, state, row, 5) for row in range(ROWS)])
-        torch.testing.assert_close(found[id(state)].double(), wanted, atol=2e-6, rtol=2e-6)
 
 
 class Passes(TorchDispatchMode):

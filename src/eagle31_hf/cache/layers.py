@@ -1,16 +1,17 @@
 """Storage of one attention layer's keys and values: preallocated, written in place.
 
 A layer knows three moves: `update` (a forward writes a block and reads what it may attend to), `copy` (accepted nodes
-move to their final slots) and `select_rows`. Every move goes over all `buffers` alike. A storage that keeps its
-contents in another form (`quantized`) names its buffers and brings its own `pack`, `unpack` and `read`; nothing else in
-the cache touches a buffer.
+move to their final slots) and `select_rows`. Every move goes over all `buffers` alike; how numbers are stored in them
+(`pack`, `unpack`) is asked where they come and where they are read.
 
 Two layouts:
 
-    FullLayer      slot = position                    | committed ... | block |
-    WindowLayer    slot = position % R, then a scratch | ring of R slots | block |     R = window - 1
+    all positions visible  slot = position                     | committed ... | block |
+    a window of them       slot = position % R, then a scratch | ring of R slots | block |     R = window - 1
 
-Keys are stored after their rotation, so the order of slots means nothing to attention.
+A windowed layer's block is written to the scratch and reaches the ring only when committed, so a rejected node never
+costs a committed one. Every row writes the same slots there: no row index is needed even when lengths differ. Keys are
+stored after their rotation, so the order of slots means nothing to attention.
 """
 
 from __future__ import annotations
@@ -24,34 +25,40 @@ from transformers.cache_utils import CacheLayerMixin
 from ..errors import UnsupportedGenerationError
 from .kept_buffers import new_storages
 from .placement import Placement
+from .quantized import Workspace, encode
 from .slot_moves import SlotMoves, ring_slots_of_last
 
 
 class SlotLayer(CacheLayerMixin):
     """Keys `(B, heads, slots, Dk)` and values `(B, heads, slots, Dv)` of one layer; `Dk` and `Dv` may differ (MLA).
 
-    Buffers appear with the first `update`, on the device and in the dtype of its tensors. A layer that shares another
+    Storages appear with the first `update`, on the device and in the dtype of its tensors. A layer that shares another
     layer's keys and values is never updated and stays empty.
+
+    Args:
+        placement: of the cache's rows.
+        ring: committed tokens that a windowed layer holds; `None`: all of them.
+        workspace: stores numbers in 8 bits, and unpacks them there; `None`: they are stored as they come.
+
+    Attributes:
+        storages: what the layer owns, each `(reserved rows, heads, slots, width)`: keys, values and, of 8 bits, the
+            scales of both.
     """
 
     is_compileable = False
     is_sliding = False  # the masks are ours for every layer, so transformers must not size one by a window
     is_croppable = True
-    buffer_names: tuple[str, ...] = ("keys", "values")
-    allocate: Callable[[Sequence[Tensor], int], list[Tensor]]  # as `new_storages`, of at least so many slots
     keys: Tensor
     values: Tensor
 
-    def __init__(self, placement: Placement):
+    def __init__(self, placement: Placement, ring: int | None = None, workspace: Workspace | None = None):
         super().__init__()
-        self.placement, self.allocate = placement, new_storages
+        self.placement, self.ring, self.workspace = placement, ring, workspace
+        self.storages: tuple[Tensor, ...] = ()
+        # As `new_storages`, of at least so many slots.
+        self.allocate: Callable[[Sequence[Tensor], int], list[Tensor]] = new_storages
 
     # What is stored ------------------------------------------------------------------------------------------------
-
-    @property
-    def storages(self) -> tuple[Tensor, ...]:
-        """What the layer owns, each `(reserved rows, heads, slots, width)`."""
-        return tuple([getattr(self, name) for name in self.buffer_names])
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -61,29 +68,37 @@ class SlotLayer(CacheLayerMixin):
         rows = self.placement.batch_size
         return tuple([storage[:rows] for storage in self.storages])
 
-    def _replace_buffers(self, buffers: Iterable[Tensor]) -> None:
+    def _replace_storages(self, storages: Iterable[Tensor]) -> None:
         # All of them are made before the first is replaced: a failure on the way loses nothing.
-        for name, buffer in zip(self.buffer_names, tuple(buffers), strict=True):
-            setattr(self, name, buffer)
+        self.storages = tuple(storages)
+        self.keys, self.values = self.storages[:2]
 
     def pack(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, ...]:
         """Keys `(B, heads, T, Dk)` and values `(B, heads, T, Dv)` as they are stored, one tensor per buffer."""
-        return key_states, value_states
+        if self.workspace is None:
+            return key_states, value_states
+        (keys, key_scales), (values, value_scales) = encode(key_states), encode(value_states)
+        return keys, values, key_scales, value_scales
 
     def unpack(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values from (slices of) the buffers."""
-        keys, values = parts
-        return keys, values
+        """Keys and values from slices of the buffers; of 8 bits they hold until the next layer unpacks its own."""
+        if self.workspace is None:
+            keys, values = parts
+            return keys, values
+        return self.workspace.unpack(parts, self.keys.numel() + self.values.numel(), self.dtype)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self._replace_buffers(self._zeros_like(self.pack(key_states[:, :, :1], value_states[:, :, :1])))
-        self.is_initialized = True
+        self._begin(self.pack(key_states[:, :, :1], value_states[:, :, :1]), key_states.dtype, key_states.device)
 
     def adopt_layout(self, other: SlotLayer) -> None:
-        """Own empty buffers such as another layer of the same kind has."""
-        self.dtype, self.device = other.dtype, other.device
-        self._replace_buffers(self._zeros_like([storage[:1] for storage in other.storages]))
+        """Have empty storages such as another layer of the same kind has, and room for what is placed."""
+        if other.is_initialized and not self.is_initialized:
+            self._begin([storage[:1] for storage in other.storages], other.dtype, other.device)
+        self.make_room()
+
+    def _begin(self, like: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._replace_storages(self._zeros_like(like))
         self.is_initialized = True
 
     def _zeros_like(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -98,80 +113,7 @@ class SlotLayer(CacheLayerMixin):
     @property
     def num_slots(self) -> int:
         """Slots the buffers must have for what is placed now."""
-        raise NotImplementedError
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write the placed block `(B, heads, T, D)`; return the slots its queries may attend to, as `read` does."""
-        self.placement.check(len(key_states), key_states.shape[2])
-        self.make_room()
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.write(self.pack(key_states, value_states))
-        return self.read()
-
-    def write(self, parts: Sequence[Tensor]) -> None:
-        """Put the placed block, packed, into its slots."""
-        raise NotImplementedError
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Keys and values `(B, heads, visible, D)` of the slots the placed queries may attend to, as views."""
-        visible = self.visible_slots
-        return self.unpack([buffer.narrow(2, 0, visible) for buffer in self.buffers])
-
-    @property
-    def visible_slots(self) -> int:
-        """Slots that take part in the placed forward, from the first on."""
-        raise NotImplementedError
-
-    def copy(self, moves: SlotMoves) -> None:
-        source, target, *rows = moves.on(self.device)
-        for buffer in self.buffers:  # the sources are read in full before a target is written
-            if rows:
-                buffer[rows[0], :, target] = buffer[rows[0], :, source]
-            elif moves.start is not None:
-                buffer.narrow(2, moves.start, len(source)).copy_(buffer.index_select(2, source))
-            else:
-                buffer.index_copy_(2, target, buffer.index_select(2, source))
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        if self.is_initialized:
-            index = torch.tensor(rows, device=self.device)
-            self.allocate = new_storages
-            self._replace_buffers(buffer.index_select(0, index) for buffer in self.buffers)
-
-    def load(self, keys: Tensor, values: Tensor, lengths: Sequence[int]) -> None:
-        """Take over rows of so many tokens of which `keys`, `values` hold the newest, oldest first."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        if min(lengths) == max(lengths):
-            return self._load_rows(slice(None), keys, values, lengths[0])
-        for row, length in enumerate(lengths):
-            self._load_rows(slice(row, row + 1), keys, values, length)
-
-    def _load_rows(self, rows: slice, keys: Tensor, values: Tensor, length: int) -> None:
-        slots = torch.tensor(self.slots_of(length), dtype=torch.long, device=self.device)
-        if keys.shape[2] < len(slots):
-            raise UnsupportedGenerationError(
-                f"a cache layer of {length} tokens holds {keys.shape[2]} of them and {len(slots)} are needed to go on; "
-                "start with an empty cache"
-            )
-        first = keys.shape[2] - len(slots)
-        parts = self.pack(*(states[rows, :, first:].to(self.dtype) for states in (keys, values)))
-        for buffer, part in zip(self.buffers, parts, strict=True):
-            buffer[rows].index_copy_(2, slots, part.to(self.device))
-
-    def held(self, length: int, row: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values `(B or 1, heads, k, D)` of the newest tokens of rows of `length`, or of one `row`, oldest
-        first; views where they can be."""
-        rows = slice(None) if row is None else slice(row, row + 1)
-        return self.unpack([self._newest(buffer[rows], length) for buffer in self.buffers])
-
-    def _newest(self, buffer: Tensor, length: int) -> Tensor:
-        return buffer.index_select(2, torch.tensor(self.slots_of(length), dtype=torch.long, device=self.device))
-
-    def slots_of(self, length: int) -> list[int]:
-        """Slots of the tokens still held of rows of `length`, oldest first."""
-        raise NotImplementedError
+        return self.placement.reserved_slots if self.ring is None else self.ring + self.placement.block
 
     def make_room(self) -> None:
         """Grow to the slots that are reserved; an empty layer stays so."""
@@ -185,11 +127,100 @@ class SlotLayer(CacheLayerMixin):
         grown = self._zeros_like(self.storages)
         for new, old in zip(grown, self.storages, strict=True):
             new[:, :, :keep].copy_(old[:, :, :keep])
-        self._replace_buffers(grown)
+        self._replace_storages(grown)
 
     @property
     def num_bytes(self) -> int:
         return sum(storage.nbytes for storage in self.storages) if self.is_initialized else 0
+
+    # A forward -----------------------------------------------------------------------------------------------------
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write the placed block `(B, heads, T, D)`; return the slots its queries may attend to, as `read` does."""
+        self.placement.check(len(key_states), key_states.shape[2])
+        self.make_room()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._write(self.pack(key_states, value_states))
+        return self.read()
+
+    def _write(self, parts: Sequence[Tensor]) -> None:
+        """Put the placed block, packed, into its slots."""
+        placement = self.placement
+        start = placement.start if self.ring is None else self.ring + placement.after
+        for buffer, part in zip(self.buffers, parts, strict=True):
+            if start is None:
+                rows, slots = placement.slots.on(self.device)
+                buffer[rows, :, slots] = part.transpose(1, 2)  # (B, T, heads, D)
+            else:
+                buffer.narrow(2, start, placement.num_tokens).copy_(part)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `(B, heads, visible, D)` of the slots the placed queries may attend to, as views."""
+        visible = self.visible_slots
+        return self.unpack([buffer.narrow(2, 0, visible) for buffer in self.buffers])
+
+    @property
+    def visible_slots(self) -> int:
+        """Slots that take part in the placed forward, from the first on."""
+        return self.placement.visible_slots if self.ring is None else self.ring + self.placement.block_end
+
+    def copy(self, moves: SlotMoves) -> None:
+        source, target, *rows = moves.on(self.device)
+        for buffer in self.buffers:  # the sources are read in full before a target is written
+            if rows:
+                buffer[rows[0], :, target] = buffer[rows[0], :, source]
+            elif moves.start is not None:
+                buffer.narrow(2, moves.start, len(source)).copy_(buffer.index_select(2, source))
+            else:
+                buffer.index_copy_(2, target, buffer.index_select(2, source))
+
+    # Rows ----------------------------------------------------------------------------------------------------------
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        if self.is_initialized:
+            index = torch.tensor(rows, device=self.device)
+            self.allocate = new_storages
+            self._replace_storages([buffer.index_select(0, index) for buffer in self.buffers])
+
+    def row_tensors(self, length: int) -> list[Tensor]:
+        """Where rows of at most `length` tokens lie, `(reserved rows, ...)` each."""
+        return [storage[:, :, : length if self.ring is None else self.ring] for storage in self.storages]
+
+    def load(self, keys: Tensor, values: Tensor, lengths: Sequence[int]) -> None:
+        """Take over rows of so many tokens of which `keys`, `values` hold the newest, oldest first."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        for row, length in enumerate(lengths):
+            slots = self.slots_of(length)
+            if keys.shape[2] < len(slots):
+                raise UnsupportedGenerationError(
+                    f"a cache layer of {length} tokens holds {keys.shape[2]} of them and {len(slots)} are needed to go "
+                    "on; start with an empty cache"
+                )
+            newest = [
+                states[row : row + 1, :, keys.shape[2] - len(slots) :].to(self.dtype) for states in (keys, values)
+            ]
+            for buffer, part in zip(self.buffers, self.pack(*newest), strict=True):
+                buffer[row : row + 1].index_copy_(2, slots, part.to(self.device))
+
+    def held(self, length: int, row: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `(1, heads, k, D)` of the newest tokens of a row of `length`, oldest first; views where they
+        can be."""
+        buffers = [buffer[row : row + 1] for buffer in self.buffers]
+        if self.ring is None:
+            newest = [buffer[:, :, :length] for buffer in buffers]
+        else:
+            newest = [buffer.index_select(2, self.slots_of(length)) for buffer in buffers]
+        keys, values = self.unpack(newest)
+        return (keys, values) if self.workspace is None else (keys.clone(), values.clone())
+
+    def slots_of(self, length: int) -> Tensor:
+        """Slots of the tokens still held of rows of `length`, oldest first."""
+        slots = range(length) if self.ring is None else ring_slots_of_last(length, self.ring)
+        return torch.tensor(slots, dtype=torch.long, device=self.device)
+
+    # Asked by transformers -----------------------------------------------------------------------------------------
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.visible_slots, 0
@@ -199,59 +230,3 @@ class SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1  # the cache, not the layer, refuses what does not fit
-
-
-class FullLayer(SlotLayer):
-    """Every position visible: token `p` of a row lies in slot `p`."""
-
-    @property
-    def num_slots(self) -> int:
-        return self.placement.reserved_slots
-
-    def slots_of(self, length: int) -> list[int]:
-        return list(range(length))
-
-    @property
-    def visible_slots(self) -> int:
-        return self.placement.visible_slots
-
-    def _newest(self, buffer: Tensor, length: int) -> Tensor:
-        return buffer[:, :, :length]
-
-    def write(self, parts: Sequence[Tensor]) -> None:
-        placement = self.placement
-        if placement.start is not None:
-            for buffer, part in zip(self.buffers, parts, strict=True):
-                buffer.narrow(2, placement.start, placement.num_tokens).copy_(part)
-            return
-        rows, slots = placement.slots.on(self.device)
-        for buffer, part in zip(self.buffers, parts, strict=True):
-            buffer[rows, :, slots] = part.transpose(1, 2)  # (B, T, heads, D)
-
-
-class WindowLayer(SlotLayer):
-    """Only the last `window` positions visible, the query's own included: `window - 1` ring slots and a scratch.
-
-    The block is written to the scratch and reaches the ring only when committed, so a rejected node never costs
-    a committed one. Every row writes the same slots: no row index is needed even when lengths differ.
-    """
-
-    def __init__(self, placement: Placement, ring: int):
-        super().__init__(placement)
-        self.ring = ring
-
-    @property
-    def num_slots(self) -> int:
-        return self.ring + self.placement.block
-
-    def slots_of(self, length: int) -> list[int]:
-        return ring_slots_of_last(length, self.ring)
-
-    @property
-    def visible_slots(self) -> int:
-        return self.ring + self.placement.block_end
-
-    def write(self, parts: Sequence[Tensor]) -> None:
-        placement = self.placement
-        for buffer, part in zip(self.buffers, parts, strict=True):
-            buffer.narrow(2, self.ring + placement.after, placement.num_tokens).copy_(part)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..drafting.host_numbers import on_device
-from ..errors import MemoryPlanError, UnsupportedGenerationError
+from ..errors import UnsupportedGenerationError
 from .slot_moves import DeviceCopies
 
 
@@ -53,7 +53,7 @@ def row_groups(
 class Placement:
     """Committed lengths and the placed block, shared by the layers and masks of one cache.
 
-    Slots are counted as in `FullLayer`: token `p` of a row lies in slot `p`.
+    Slots are counted as layers without a window have them: token `p` of a row lies in slot `p`.
 
     Args:
         batch_size: rows `B`, all empty.
@@ -124,41 +124,23 @@ class Placement:
         """Say how layers with states read the placed block; see `SpeculativeCache.place`."""
         self.counts, self.is_draft = counts, is_draft
         self.groups = row_groups(self.lengths, self.num_tokens, counts, self.device)
-        if self.is_chain and any(group.begins for group in self.groups):
-            raise UnsupportedGenerationError(
-                f"got {self.num_tokens} drafts for rows of {self.lengths} tokens; layers with states read a part of "
-                "the text before the first drafts"
-            )
+        begins = any(group.begins for group in self.groups)
+        assert not (self.is_chain and begins), "layers with states read a part of the text before the first drafts"
 
     @property
     def is_chain(self) -> bool:
         """Whether layers with states record what they read, since any number of it may be kept."""
         return self.is_draft and self.num_tokens > 1
 
-    @property
-    def num_state_writes(self) -> int:
-        """How often the placed block writes each state."""
-        return 1 if self.is_chain else len(self.groups)
-
     def last_state_nodes(self, kept: Sequence[Sequence[int]]) -> list[int]:
-        """Of each row the token whose states become the row's own, -1 where it stands still.
-
-        Raises:
-            UnsupportedGenerationError: a row keeps a part of a block that was read as a whole, or of a chain tokens
-                that do not follow each other.
-        """
+        """Of each row the token whose states become the row's own, -1 where it stands still."""
         if self.is_draft:
-            if any(list(row) != list(range(len(row))) for row in kept):
-                raise UnsupportedGenerationError(
-                    f"got {kept} to keep of a chain; layers with states keep its first tokens, in order"
-                )
+            in_order = all(list(row) == list(range(len(row))) for row in kept)
+            assert in_order, f"got {kept} to keep of a chain; layers with states keep its first tokens, in order"
             return [len(row) - 1 for row in kept]
         tokens = self.counts or [self.num_tokens] * len(kept)
-        if any(len(row) not in (0, count) for row, count in zip(kept, tokens, strict=True)):
-            raise UnsupportedGenerationError(
-                f"got {[len(row) for row in kept]} tokens to keep of a block that layers with states have read to its "
-                f"end ({list(tokens)}); wanted all of a row or nothing: place drafts with is_draft=True"
-            )
+        whole = all(len(row) in (0, count) for row, count in zip(kept, tokens, strict=True))
+        assert whole, f"got {kept} to keep of a block that layers with states have read to its end"
         return [0 if len(row) else -1 for row in kept]
 
     @property
@@ -183,35 +165,12 @@ class Placement:
             positions = self.lengths_tensor[:, None] + depths[..., depths.shape[-1] - self.num_tokens :]
         return positions if self.position_offsets is None else positions + self.position_offsets[:, :, None]
 
-    def require_room(self, num_tokens: int, after: int, capacity: int) -> None:
-        """Raise a `MemoryPlanError` unless so many tokens fit the block behind `after` others, and rows `capacity`."""
-        end = after + num_tokens
-        if not 1 <= num_tokens <= end <= self.block:
-            raise MemoryPlanError(
-                f"got {num_tokens} tokens to place after {after}; wanted 1 to block={self.block} in all: write fewer "
-                "per forward or make the cache with a larger block"
-            )
-        if self.longest + end > capacity:
-            raise MemoryPlanError(
-                f"a row of {self.longest} tokens and a block of {end} need {self.longest + end} slots, the cache was "
-                f"made for capacity={capacity}; make it with a larger capacity"
-            )
-
     def kept_nodes(self, path: Tensor | Sequence[Sequence[int]] | None, counts: Sequence[int]) -> list[Sequence[int]]:
         """Each row's accepted nodes; see `SpeculativeCache.keep`."""
-        end = self.block_end
         if path is None:
-            kept: list[Sequence[int]] = [range(count) for count in counts]
-        else:
-            rows = path.tolist() if isinstance(path, Tensor) else path
-            kept = [list(row[:count]) for row, count in zip(rows, counts, strict=True)]
-        wrong_nodes = any(not 0 <= node < end for row in kept for node in row) if path is not None else False
-        if len(counts) != self.batch_size or min(counts) < 0 or max(counts) > end or wrong_nodes:
-            raise UnsupportedGenerationError(
-                f"got counts {list(counts)} and path {path} to keep; wanted {self.batch_size} counts of 0 to {end} and "
-                f"nodes below {end}, the tokens placed since the last commit"
-            )
-        return kept
+            return [range(count) for count in counts]
+        rows = path.tolist() if isinstance(path, Tensor) else path
+        return [list(row[:count]) for row, count in zip(rows, counts, strict=True)]
 
     def check(self, batch_size: int, num_tokens: int) -> None:
         """Raise an `UnsupportedGenerationError` unless so many rows of so many tokens are placed."""

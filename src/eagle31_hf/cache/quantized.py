@@ -22,23 +22,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..errors import IncompatibleTargetError
-from .layers import FullLayer, SlotLayer, WindowLayer
 
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127  # of float32
 SMALLEST_EXPONENT = -24
 """The smallest power of two that fp16 has. Vectors smaller than 127 times that lose digits."""
 
-
 LARGEST_CODE = 127
-CACHE_TYPES = ("full", "int8")
-"""How keys and values may be stored, best first."""
 
 
 def encode(states: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,8 +67,21 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # layers may live on several devices
 
-    def take(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`(n,)` with `n >= num_elements`; holds until the next call. Grows only where the layers themselves do."""
+    def unpack(self, parts: Sequence[Tensor], room: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values, of two codes and their scales; they hold until the next call.
+
+        Args:
+            room: elements that all of the layer's keys and values have: the place grows only where layers do.
+        """
+        keys, values, key_scales, value_scales = parts
+        place = self._take(room, dtype, keys.device)
+        of_keys, of_values = place[: keys.numel()], place[keys.numel() :][: values.numel()]
+        return (
+            decode(keys, key_scales, of_keys.view(keys.shape)),
+            decode(values, value_scales, of_values.view(values.shape)),
+        )
+
+    def _take(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         buffer = self._buffers.get((device, dtype))
         if buffer is None or buffer.numel() < num_elements:
             self._buffers.pop((device, dtype), None)
@@ -88,46 +96,6 @@ class Workspace:
     @property
     def num_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
-
-
-class QuantizedLayer(SlotLayer):
-    """`keys` and `values` hold codes."""
-
-    buffer_names = ("keys", "key_scales", "values", "value_scales")
-    key_scales: Tensor
-    value_scales: Tensor
-
-    def __init__(self, *layout: Any, workspace: Workspace):
-        super().__init__(*layout)
-        self.workspace = workspace
-
-    def pack(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, ...]:
-        return *encode(key_states), *encode(value_states)
-
-    def unpack(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        keys, _, values, _ = parts
-        return self._unpack_into(keys.new_empty(keys.numel() + values.numel(), dtype=self.dtype), parts)
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """As `SlotLayer.read`, in the workspace: the numbers hold until the next layer reads."""
-        space = self.workspace.take(self.keys.numel() + self.values.numel(), self.dtype, self.device)
-        return self._unpack_into(space, [buffer.narrow(2, 0, self.visible_slots) for buffer in self.buffers])
-
-    def _unpack_into(self, space: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        keys, key_scales, values, value_scales = parts
-        of_keys, of_values = space[: keys.numel()], space[keys.numel() :][: values.numel()]
-        return (
-            decode(keys, key_scales, of_keys.view(keys.shape)),
-            decode(values, value_scales, of_values.view(values.shape)),
-        )
-
-
-class QuantizedFullLayer(QuantizedLayer, FullLayer):
-    """See `FullLayer`."""
-
-
-class QuantizedWindowLayer(QuantizedLayer, WindowLayer):
-    """See `WindowLayer`; its scratch, too, holds codes: what reaches the ring is moved, not rounded again."""
 
 
 def refuse_unquantizable(config: PreTrainedConfig, cache_type: str) -> None:

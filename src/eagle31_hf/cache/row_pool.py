@@ -2,7 +2,7 @@
 
 All rows are allocated once. The first `batch_size` are live: forwards see them and no others. A row that leaves changes
 places with the last live one and stays where it then lies, parked, until a row that joins needs the place. What is
-parked can be read (`copy_row_from`): a text that begins as a parked one need not be computed again.
+parked can be read (`copy_row`): a text that begins as a parked one need not be computed again.
 
     places    0 .. batch_size-1     batch_size .. num_rows-1
               live                  parked, or never used
@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import MemoryPlanError, UnsupportedGenerationError
-from .layers import SlotLayer, WindowLayer
 from .speculative import SpeculativeCache
 
 
@@ -24,8 +23,8 @@ class RowPool(SpeculativeCache):
         super().__init__(*args, batch_size=batch_size, **kwargs)
         self.num_rows = batch_size
         self.placement.reserved_rows = batch_size
-        self._parked: dict[int, tuple[int, int]] = {}  # by place: length, and end of the rings
-        self._set_live([], [])
+        self._parked: dict[int, int] = {}  # lengths, by place
+        self._set_live([])
 
     def room_for_graphs(self, num_slots: int) -> int:
         """As of any cache; a pool's rows are as long as any text may get, and graphs look at what present ones need."""
@@ -34,21 +33,15 @@ class RowPool(SpeculativeCache):
 
     def row_length(self, place: int) -> int:
         """Tokens of a live or parked row; 0 where nothing lies."""
-        return self._length_and_ring_end(place)[0]
-
-    def _length_and_ring_end(self, place: int) -> tuple[int, int]:
-        if place < self.batch_size:
-            return self.lengths[place], self._ring_end[place]
-        return self._parked.get(place, (0, 0))
+        return self.placement.lengths[place] if place < self.batch_size else self._parked.get(place, 0)
 
     def can_resume(self, place: int, length: int) -> bool:
         """Whether a row's first `length` tokens are all held: always in full layers, in rings only until they turn, and
         of states those after the last token."""
-        full, end = self._length_and_ring_end(place)
-        if self.has_states and length != full:
-            return False
-        ring = min(self._spans.rings, default=0)
-        return 0 < length <= full and (not ring or end <= ring or (length == full == end))
+        full = self.row_length(place)
+        if length == full:
+            return full > 0
+        return 0 < length < full <= min(self._spans.rings, default=full) and not self.has_states
 
     def join(self, source: SpeculativeCache) -> int:
         """Copy the only row of `source` behind the live ones, where it becomes one of them. Returns its place.
@@ -63,8 +56,8 @@ class RowPool(SpeculativeCache):
         self._parked.pop(place, None)  # first: a copy that fails may have written over a part of what is parked there
         if self.num_rows == 1:
             self._shrink()
-        self._copy(source, 0, place, length)
-        self._set_live([*self.lengths, length], [*self._ring_end, source._ring_end[0]])
+        copy_row(source, 0, self, place, length)
+        self._set_live([*self.lengths, length])
         return place
 
     def _shrink(self) -> None:
@@ -75,37 +68,27 @@ class RowPool(SpeculativeCache):
 
     def leave(self, place: int) -> int:
         """Park a live row behind the others; the last live one takes its place. Returns where the parked row lies."""
-        last = self.batch_size - 1
-        if not 0 <= place <= last:
-            raise UnsupportedGenerationError(f"got place {place} to leave; wanted one of the {last + 1} live rows")
+        last, lengths = self.batch_size - 1, self.lengths
         if place != last:
-            for layer in self.attending:
-                if layer.is_initialized:
-                    exchange_rows(layer, place, last, max(self.lengths[place], self.lengths[last]))
-            for states in self.with_states:
-                states.exchange_states(place, last)
-        lengths, ends = self.lengths, list(self._ring_end)
-        self._parked[last] = lengths[place], ends[place]
-        lengths[place], ends[place] = lengths[last], ends[last]
-        self._set_live(lengths[:-1], ends[:-1])
+            for layer in self.layers:
+                for rows in layer.row_tensors(max(lengths[place], lengths[last])):  # slots that neither fills stay
+                    kept = rows[place].clone()
+                    rows[place].copy_(rows[last])
+                    rows[last].copy_(kept)
+        self._parked[last], lengths[place] = lengths[place], lengths[last]
+        self._set_live(lengths[:-1])
         return last
+
+    def _set_live(self, lengths: list[int]) -> None:
+        self.placement.set_batch(len(lengths))
+        self._set_rows(lengths)
 
     def empty(self) -> None:
         """No row is live or parked, and nothing of what was ever written is left."""
         for place in range(self.num_rows):
             wipe_row(self, place)
         self._parked.clear()
-        self._set_live([], [])
-
-    def _set_live(self, lengths: list[int], ring_ends: list[int]) -> None:
-        self._ring_end, self._state_end = ring_ends, lengths.copy()
-        self.placement.set_batch(len(lengths))
-        self.placement.set_lengths(lengths)
-
-    def _copy(self, source: SpeculativeCache, row: int, place: int, length: int) -> None:
-        """Take a row's first `length` tokens over, ring and all."""
-        self._reserve(max(length, 1))
-        copy_layers(source, row, self, place, length)
+        self._set_live([])
 
     def select_rows(self, rows: Any) -> None:
         """Not of a pool: rows join and leave one at a time."""
@@ -121,51 +104,25 @@ def resume_row(cache: SpeculativeCache, pool: RowPool, place: int, length: int) 
     if not pool.can_resume(place, length):
         raise UnsupportedGenerationError(f"row {place} of the pool does not hold its first {length} tokens any more")
     cache.reset()
-    cache._reserve(length)
-    copy_layers(pool, place, cache, 0, length)
-    cache._ring_end, cache._state_end = [length], [length]
-    cache.placement.set_lengths([length])
+    copy_row(pool, place, cache, 0, length)
+    cache._set_rows([length])
 
 
-def copy_layers(source: SpeculativeCache, row: int, target: SpeculativeCache, place: int, length: int) -> None:
+def copy_row(source: SpeculativeCache, row: int, target: SpeculativeCache, place: int, length: int) -> None:
     """Copy a row's first `length` tokens, and the states after them, from one cache to another of the same kind."""
-    for own, other in zip(target.attending, source.attending, strict=True):
-        copy_row(other, row, own, place, length)
-    for states, others in zip(target.with_states, source.with_states, strict=True):
-        states.copy_states(place, others, row)
-
-
-def copy_row(source: SlotLayer, row: int, target: SlotLayer, place: int, length: int) -> None:
-    """Copy a row's first `length` tokens from one layer's storages to another's of the same kind."""
-    if not source.is_initialized:
-        return
-    if not target.is_initialized:
-        target.adopt_layout(source)
-    target.make_room()
-    slots = _slots_held(source, length)
-    for own, other in zip(target.storages, source.storages, strict=True):
-        own[place, :, :slots].copy_(other[row, :, :slots])
-
-
-def exchange_rows(layer: SlotLayer, one: int, other: int, length: int) -> None:
-    """Let two rows of at most `length` tokens change places; slots that neither fills stay as they are."""
-    slots = _slots_held(layer, length)
-    for storage in layer.storages:
-        first, second = storage[one, :, :slots], storage[other, :, :slots]
-        kept = first.clone()
-        first.copy_(second)
-        second.copy_(kept)
+    target._reserve(max(length, 1))
+    for own, other in zip(target.layers, source.layers, strict=True):
+        own.adopt_layout(other)
+        for rows, others in zip(own.row_tensors(length), other.row_tensors(length), strict=True):
+            rows[place].copy_(others[row])
 
 
 def wipe_row(cache: SpeculativeCache, place: int) -> None:
     """Leave nothing of what was ever written to a row; how long it is does not change."""
     for layer in cache.attending:
-        for storage in layer.storages if layer.is_initialized else ():
+        for storage in layer.storages:
             storage[place].zero_()
     for states in cache.with_states:
-        states.wipe_states(place)
-
-
-def _slots_held(layer: SlotLayer, length: int) -> int:
-    """First slots in which rows of at most `length` tokens lie."""
-    return layer.ring if isinstance(layer, WindowLayer) else length
+        for rows in states.row_tensors(0):
+            rows[place].zero_()
+        states.release_block()

@@ -44,23 +44,15 @@ class SlotMoves(DeviceCopies):
             super().__init__(*on_device([sources, targets], device).unbind(), rows)
 
 
-def is_contiguous(path: Sequence[Sequence[int]]) -> bool:
-    """Whether every row keeps its nodes `0, 1, 2, ...`: they lie where they belong already."""
-    return all(node == i for row in path for i, node in enumerate(row))
-
-
 def full_moves(lengths: Sequence[int], path: Sequence[Sequence[int]], device: torch.device) -> SlotMoves | None:
     """Moves of a full layer for rows of `lengths` committed tokens that keep the nodes in `path`, one list per row."""
-    if is_contiguous(path):
-        return None
-    # The leading nodes that already lie right in every row need no move.
-    first = min(_common_prefix(row) for row in path if not is_contiguous([row]))
+    if all(node == i for row in path for i, node in enumerate(row)):
+        return None  # they lie where they belong already
     longest = max(len(row) for row in path)
     sources, targets = [], []
     for length, row in zip(lengths, path, strict=True):
-        nodes = [*row, *range(len(row), longest)][first:]
-        sources.append([length + node for node in nodes])
-        targets.append([length + first + i for i in range(len(nodes))])
+        sources.append([length + node for node in (*row, *range(len(row), longest))])
+        targets.append([*range(length, length + longest)])
     return SlotMoves(sources, targets, device)
 
 
@@ -84,7 +76,3 @@ def ring_moves(
 def ring_slots_of_last(length: int, ring: int) -> list[int]:
     """Ring slots of the last `min(length, ring)` positions of a row of `length` tokens, oldest first."""
     return [position % ring for position in range(max(0, length - ring), length)]
-
-
-def _common_prefix(row: Sequence[int]) -> int:
-    return next((i for i, node in enumerate(row) if node != i), len(row))

@@ -11,18 +11,19 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from ..errors import ConfigurationError, IncompatibleTargetError
+from ..errors import IncompatibleTargetError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 NO_MIXER = ("moe", "mlp")
 """Layer types without a mixer. transformers 5.17 gives them a layer for states that is never written."""
-_ATTENTION_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
-_STATE_LAYERS = {
+_STOCK_LAYERS = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "DummyLayer",
     "LinearAttentionLayer",
     "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer",
 }
-_STOCK_LAYERS = _ATTENTION_LAYERS | _STATE_LAYERS | {"DummyLayer"}
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,9 @@ class AttentionSpan:
     attends: bool = True
 
     @property
-    def ring(self) -> int:
-        """How many committed tokens a later query may still see at most."""
-        assert self.window is not None
-        return max(self.window - 1, 1)
+    def ring(self) -> int | None:
+        """How many committed tokens a later query may still see at most. `None`: all."""
+        return None if self.window is None else max(self.window - 1, 1)
 
     def reaches(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Whether a query sees a key at an earlier or equal position. `(B, T, 1)`, `(B, 1, K)` -> bool `(B, T, K)`."""
@@ -82,13 +82,8 @@ class LayerSpans:
 
         A window no row can outgrow hides nothing, so such a layer counts as full: that is the cheaper storage, and
         the one that rolls back to any length.
-
-        Raises:
-            ConfigurationError: layers that must share one mask differ in their window.
         """
         windows, types = kinds.windows, kinds.types
-        if types is not None and len(types) != len(windows):
-            raise ConfigurationError(f"got {len(types)} layer types for {len(windows)} layer windows; wanted one each")
         named = types if types is not None else [FULL] * len(windows)
         spans = tuple(
             AttentionSpan(window, kind == CHUNKED, attends)
@@ -96,14 +91,6 @@ class LayerSpans:
             else AttentionSpan(attends=attends)
             for window, kind, attends in zip(windows, named, kinds.attends or [True] * len(windows), strict=True)
         )
-        for kind in dict.fromkeys(named):
-            distinct = {span for span, other in zip(spans, named, strict=True) if other == kind and span.attends}
-            if len(distinct) > 1:
-                windows_found = sorted(str(span.window) for span in distinct)
-                raise ConfigurationError(
-                    f"layers that share one attention mask have windows {windows_found}; wanted one window per mask: "
-                    "give each kind of layer its own type"
-                )
         return cls(spans, tuple(types) if types is not None else None)
 
     @cached_property
@@ -115,7 +102,7 @@ class LayerSpans:
 
     @cached_property
     def rings(self) -> set[int]:
-        return {span.ring for span in self.spans if span.window is not None}
+        return {span.ring for span in self.spans if span.ring is not None}
 
 
 def kinds_from_config(config: PreTrainedConfig, masks_by_type: bool | None, capacity: int) -> LayerKinds:
@@ -134,9 +121,9 @@ def kinds_from_config(config: PreTrainedConfig, masks_by_type: bool | None, capa
     types = getattr(config, "layer_types", None)
     stock = _stock_layers(config)
     named = list(types) if types is not None else [FULL] * len(stock)
-    keep_states = [type(layer).__name__ in _STATE_LAYERS for layer in stock]
-    keep_states = [keeps and kind not in NO_MIXER for keeps, kind in zip(keep_states, named, strict=True)]
-    others = {kind for kind, keeps in zip(named, keep_states, strict=True) if not keeps}
+    kept = list(zip(stock, named, strict=True))
+    states = [0 if kind in NO_MIXER else getattr(layer, "number_of_states", 0) for layer, kind in kept]
+    others = {kind for kind, count in zip(named, states, strict=True) if not count}
     unknown = sorted(others - {FULL, SLIDING, CHUNKED, *NO_MIXER})
     # What transformers itself would cache also tells models apart that name no layer types.
     unknown += sorted({type(layer).__name__ for layer in stock} - _STOCK_LAYERS)
@@ -148,13 +135,9 @@ def kinds_from_config(config: PreTrainedConfig, masks_by_type: bool | None, capa
         )
     _refuse_scaling_by_slot(config, capacity)
     by_type = types is not None and masks_by_type is not False
-    states = [keeps and layer.number_of_states for layer, keeps in zip(stock, keep_states, strict=True)]
-    attends = [
-        type(layer).__name__ != "LinearAttentionLayer" and kind not in NO_MIXER
-        for layer, kind in zip(stock, named, strict=True)
-    ]
+    attends = [type(layer).__name__ != "LinearAttentionLayer" and kind not in NO_MIXER for layer, kind in kept]
     windows = _windows(config, stock, named, by_type=by_type)
-    return LayerKinds(windows, named if by_type else None, tuple(map(int, states)), tuple(attends))
+    return LayerKinds(windows, named if by_type else None, states, attends)
 
 
 def _stock_layers(config: PreTrainedConfig) -> list[Any]:

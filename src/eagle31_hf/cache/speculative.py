@@ -26,16 +26,16 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError
+from ..errors import MemoryPlanError, UnsupportedGenerationError
 from .kept_buffers import KeptBuffers
-from .layers import FullLayer, SlotLayer, WindowLayer
-from .masks import BlockMasks, ResidentMask
+from .layers import SlotLayer
+from .masks import block_masks
 from .placement import Placement
-from .quantized import CACHE_TYPES, QuantizedFullLayer, QuantizedWindowLayer, Workspace, refuse_unquantizable
-from .slot_moves import full_moves, ring_moves
+from .quantized import Workspace, refuse_unquantizable
+from .slot_moves import SlotMoves, full_moves, ring_moves
 from .spans import AttentionSpan, LayerKinds, LayerSpans, kinds_from_config
 from .state_tape import LastNodes
-from .states import Settle, StateLayer, settle_states, stateful
+from .states import Settle, StatefulLayer, StateLayer, settle_states
 from .stock import HeldLayer, LayerStates, StateSnapshot, held_length, read_stock_layers
 
 SMALL_SLAB = 256
@@ -54,9 +54,9 @@ class SpeculativeCache(Cache):
         cache_type: `"full"` stores keys and values in the model's dtype, `"int8"` in 8 bits.
         device: where token ids live, hence masks and positions. Each layer's buffers follow that layer's keys.
 
-    Raises:
-        ConfigurationError: a size is not positive, layers that share a mask differ in window, unknown `cache_type`.
     """
+
+    layers: list[Any]  # `SlotLayer`, `StateLayer` or `StatefulLayer`
 
     def __init__(
         self,
@@ -69,18 +69,12 @@ class SpeculativeCache(Cache):
         cache_type: str = "full",
         device: torch.device | str = "cpu",
     ):
-        sizes = {"batch_size": batch_size, "capacity": capacity, "block": block, "slab": slab}
-        wrong = {name: size for name, size in sizes.items() if size is not None and size < 1}
-        if wrong or not kinds.windows:
-            raise ConfigurationError(f"got {wrong or 'no layers'}; a cache wants at least 1 of each")
         self.capacity, self.slab, self.device = capacity, slab, torch.device(device)
         self._spans = LayerSpans.of(kinds, capacity)
         self.placement = Placement(batch_size, min(block, capacity), self.device)
-        self._masks, self._workspace = BlockMasks(self._spans, self.placement), Workspace()
-        self._ring_end = [0] * batch_size  # one past the newest position ever written to a ring
-        self._state_end = [0] * batch_size  # the token whose states each row has
-        states = kinds.num_states or [0] * len(kinds.windows)
-        layers = make_layers(self._spans.spans, states, self.placement, cache_type, self._workspace)
+        self._workspace = Workspace()
+        self._ends = [0] * batch_size  # of each row, one past the newest token that rings and states have ever read
+        layers = make_layers(self._spans.spans, kinds.num_states, self.placement, cache_type, self._workspace)
         self.attending: list[SlotLayer] = [layer for layer in layers if isinstance(layer, SlotLayer)]
         self.with_states: list[StateLayer] = [layer for layer in layers if isinstance(layer, StateLayer)]
         super().__init__(layers=layers)
@@ -129,15 +123,10 @@ class SpeculativeCache(Cache):
         return self.placement.lengths_tensor
 
     @property
-    def longest(self) -> int:
-        """Committed tokens of the longest row."""
-        return self.placement.longest
-
-    @property
     def num_bytes(self) -> int:
-        """Bytes allocated for keys, values, states, the resident mask and where quantised layers are unpacked."""
+        """Bytes allocated for keys, values, states, and where quantised layers are unpacked."""
         layers = [layer.num_bytes for layer in self.attending] + [layer.state_bytes for layer in self.with_states]
-        return sum(layers) + self._masks.resident.num_bytes + self._workspace.num_bytes
+        return sum(layers) + self._workspace.num_bytes
 
     @property
     def has_states(self) -> bool:
@@ -158,20 +147,15 @@ class SpeculativeCache(Cache):
             counts: tokens of each row that layers with states read, what follows in it are pads; default: all.
             is_draft: any number of the tokens may be kept: layers with states record what they read.
 
-        Raises:
-            MemoryPlanError: a row would outgrow `capacity`, or the block `block`.
-            UnsupportedGenerationError: of layers with states: the block continues one that was not committed, or a
-                chain of drafts begins a row.
         """
-        self.placement.require_room(num_tokens, after, self.capacity)
-        self._reserve(self.longest + after + num_tokens)
+        end = self.placement.longest + after + num_tokens
+        assert end <= self.capacity, f"{end} slots are needed and {self.capacity} are reserved"
+        assert after + num_tokens <= self.block, f"a block of {after + num_tokens} is more than {self.block}"
+        self._reserve(end)
         self.placement.place(num_tokens, after)
         if not self.has_states:
             return
-        if after:
-            raise UnsupportedGenerationError(
-                f"got tokens to place after {after} that were not committed; layers with states read a block at once"
-            )
+        assert not after, "layers with states read a block at once"
         self.placement.read_states(counts, is_draft=is_draft)
         for layer in self.with_states:
             layer.forget_block()
@@ -195,13 +179,8 @@ class SpeculativeCache(Cache):
         self.make_room(num_slots)
         return self.placement.reserved_slots
 
-    def forget_mask(self) -> None:
-        """Drop the mask kept between rounds: the next one is made for the blocks that come now, not for past ones."""
-        self._masks.resident = ResidentMask()
-
     def release(self) -> None:
         """Give back what can be made again, forget what is placed, and grow by small steps from now on."""
-        self.forget_mask()
         self._workspace.clear()
         self.slab = min(self.slab or self.capacity, SMALL_SLAB)
         self.placement.reserved_slots = 0
@@ -217,7 +196,7 @@ class SpeculativeCache(Cache):
     def mask_widths(self, num_slots: int) -> dict[str, int]:
         """Slots behind each mask, by layer type, where so many of full layers are looked at."""
         spans = self._spans.by_mask.items()
-        return {kind: num_slots if span.window is None else span.ring + self.block for kind, span in spans}
+        return {kind: num_slots if span.ring is None else span.ring + self.block for kind, span in spans}
 
     @property
     def unmasked_types(self) -> set[str]:
@@ -273,9 +252,9 @@ class SpeculativeCache(Cache):
         Returns:
             One float mask `(1 or B, 1, T, slots)`, or a dict of them by layer type; 0 is visible, `finfo.min` hidden.
             `None` stands for a mask that hides nothing: eager and SDPA read it so for a single query. Or for a chain;
-            see `none_is_causal`. Valid until the next call (the resident mask is reused).
+            see `none_is_causal`.
         """
-        return self._masks.build(ancestors, depths, dtype, none_is_causal=none_is_causal)
+        return block_masks(self._spans, self.placement, ancestors, depths, dtype, none_is_causal=none_is_causal)
 
     def keep(
         self, path: Tensor | Sequence[Sequence[int]] | None, counts: Sequence[int], *, settle: Settle = settle_states
@@ -287,30 +266,24 @@ class SpeculativeCache(Cache):
                 A tensor on an accelerator is read back here: hand over the host copy the loop has already.
             counts: accepted nodes per row, 0 for a row that stands still.
             settle: moves states on.
-
-        Raises:
-            UnsupportedGenerationError: a count or node number lies outside the placed block.
         """
         kept, before = self.placement.kept_nodes(path, counts), self.lengths
         lengths = [length + len(row) for length, row in zip(before, kept, strict=True)]
         # Noted before the first copy: a copy that fails may have overwritten what a rollback would need.
-        self._ring_end = [max(end, length) for end, length in zip(self._ring_end, lengths, strict=True)]
-        self._settle_states(kept, lengths, settle)
+        self._ends = [max(end, length) for end, length in zip(self._ends, lengths, strict=True)]
+        if self.has_states and lengths != before:
+            self._settle_states(kept, settle)
+        moves: dict[int | None, SlotMoves | None]
         moves = {ring: ring_moves(before, kept, ring, self.device) for ring in self._spans.rings}
-        full = full_moves(before, kept, self.device)
+        moves[None] = full_moves(before, kept, self.device)
         for layer in self.attending:
-            needed = moves[layer.ring] if isinstance(layer, WindowLayer) else full
+            needed = moves[layer.ring]
             if needed is not None and layer.is_initialized:
                 layer.copy(needed)
         self.placement.set_lengths(lengths)
 
-    def _settle_states(self, kept: Sequence[Sequence[int]], lengths: list[int], settle: Settle) -> None:
-        if not self.has_states:
-            return
-        last = LastNodes(self.placement.last_state_nodes(kept), self.device)
-        if max(last.nodes) >= 0:
-            self._state_end = lengths.copy()  # first, as above
-            settle(self.with_states, last)
+    def _settle_states(self, kept: Sequence[Sequence[int]], settle: Settle) -> None:
+        settle(self.with_states, LastNodes(self.placement.last_state_nodes(kept), self.device))
 
     def commit(self, num_tokens: int | Sequence[int]) -> None:
         """Commit the first placed tokens of each row (prefill): one number, or one per row of a right-padded chunk."""
@@ -324,26 +297,28 @@ class SpeculativeCache(Cache):
         as they never outgrew the ring (`window - 1` tokens). Rows with states stay where they are or go back to 0.
 
         Raises:
-            UnsupportedGenerationError: a length is longer than the row, or no longer held. Nothing was changed.
+            UnsupportedGenerationError: a length is no longer held. Nothing was changed.
         """
         new = [int(length) for length in lengths]
-        if len(new) != self.batch_size or any(not 0 <= n <= old for n, old in zip(new, self.lengths, strict=True)):
-            raise UnsupportedGenerationError(f"got lengths {new} to roll back to; the rows have {self.lengths}")
-        ring = min(self._spans.rings, default=0)
-        lost = [b for b, n in enumerate(new) if ring and 0 < n < self._ring_end[b] and self._ring_end[b] > ring]
+        assert all(0 <= length <= old for length, old in zip(new, self.lengths, strict=True)), (new, self.lengths)
+        rings = self._spans.rings
+        lost = [
+            row
+            for row, (length, end) in enumerate(zip(new, self._ends, strict=True))
+            if 0 < length < end and (self.has_states or (rings and end > min(rings)))
+        ]
         if lost:
+            kind = "layers with states" if self.has_states else "sliding-window layers"
             raise UnsupportedGenerationError(
-                f"rows {lost} cannot go back to {[new[b] for b in lost]} tokens: their sliding-window layers have "
-                f"written {[self._ring_end[b] for b in lost]} and hold the last {ring}; roll back to 0 and prefill"
+                f"rows {lost} cannot go back to {[new[row] for row in lost]} tokens: their {kind} have read "
+                f"{[self._ends[row] for row in lost]} and hold only what is needed to go on; roll back to 0 and prefill"
             )
-        gone = [b for b, n in enumerate(new) if self.has_states and n not in (0, self._state_end[b])]
-        if gone:
-            raise UnsupportedGenerationError(
-                f"rows {gone} cannot go back to {[new[b] for b in gone]} tokens: their layers with states hold those "
-                f"after {[self._state_end[b] for b in gone]}; roll back to 0 and prefill"
-            )
-        self._ring_end, self._state_end = new.copy(), new.copy()
-        self.placement.set_lengths(new)
+        self._set_rows(new)
+
+    def _set_rows(self, lengths: list[int]) -> None:
+        """Rows of so many tokens, and nothing was read behind them."""
+        self._ends = lengths.copy()
+        self.placement.set_lengths(lengths)
 
     def reset(self) -> None:
         """Empty every row; buffers stay allocated."""
@@ -351,19 +326,15 @@ class SpeculativeCache(Cache):
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row may repeat. Drops what is placed; the buffers are copied."""
-        if not rows or not all(0 <= row < self.batch_size for row in rows):
-            raise UnsupportedGenerationError(f"got rows {list(rows)}; wanted some of 0..{self.batch_size - 1}")
         for layer in self.attending:
             layer.select_rows(rows)
         for states in self.with_states:
             states.select_states(rows)
-        before = self.lengths
-        self._ring_end = [self._ring_end[row] for row in rows]
-        self._state_end = [self._state_end[row] for row in rows]
-        offsets = self.position_offsets
+        before, ends, offsets = self.lengths, self._ends, self.position_offsets
         self.offset_positions(None if offsets is None else offsets[:, rows])
         self.placement.set_batch(len(rows))
         self.placement.set_lengths([before[row] for row in rows])
+        self._ends = [ends[row] for row in rows]
 
     # In and out ------------------------------------------------------------------------------------------------------
 
@@ -394,8 +365,7 @@ class SpeculativeCache(Cache):
             if content.states:
                 assert isinstance(layer, StateLayer)
                 layer.load_states(content.states)
-        self._ring_end, self._state_end = lengths.copy(), lengths.copy()
-        self.placement.set_lengths(lengths)
+        self._set_rows(lengths)
 
     def held_states(self) -> StateSnapshot:
         """The states of all rows, which are of equal length, as copies."""
@@ -419,23 +389,14 @@ def make_layers(
     cache_type: str,
     workspace: Workspace,
 ) -> list[Any]:
-    """One empty layer per span, with so many states each; a `StateLayer` where nothing is attended to but states kept.
-
-    Raises:
-        ConfigurationError: unknown cache type.
-    """
-    if cache_type not in CACHE_TYPES:
-        raise ConfigurationError(f"got cache_type={cache_type!r}; wanted one of {', '.join(CACHE_TYPES)}")
-    full: Any = FullLayer if cache_type == "full" else QuantizedFullLayer
-    windowed: Any = WindowLayer if cache_type == "full" else QuantizedWindowLayer
-    how: dict[str, Any] = {} if cache_type == "full" else {"workspace": workspace}
+    """One empty layer per span, with so many states each."""
     layers: list[Any] = []
-    for index, (span, states) in enumerate(zip(spans, num_states, strict=True)):
-        kind, layout = (full, ()) if span.window is None else (windowed, (span.ring,))
+    in_eight_bits = workspace if cache_type == "int8" else None
+    for index, (span, states) in enumerate(zip(spans, num_states or [0] * len(spans), strict=True)):
         if not states:
-            layers.append(kind(placement, *layout, **how))
+            layers.append(SlotLayer(placement, span.ring, in_eight_bits))
         elif not span.attends:
             layers.append(StateLayer(placement, num_states=states, index=index))
         else:
-            layers.append(stateful(kind)(placement, *layout, num_states=states, index=index, **how))
+            layers.append(StatefulLayer(placement, span.ring, in_eight_bits, num_states=states, index=index))
     return layers

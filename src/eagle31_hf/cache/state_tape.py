@@ -8,14 +8,12 @@ kept are turned into exact no-ops (nothing decays, nothing is added), so rows of
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..drafting.host_numbers import on_device
@@ -34,54 +32,36 @@ class LastNodes:
     """The last node each row keeps, -1 where a row stands still.
 
     Args:
-        nodes: one for each row.
+        nodes: one for each row; in a graph a tensor `(B,)`, which is known when that is replayed.
         device: where they are sent first.
     """
 
-    def __init__(self, nodes: Sequence[int], device: torch.device):
-        self.nodes, self.device = nodes, device
-        self._copies: DeviceCopies | None = None
+    def __init__(self, nodes: Sequence[int] | Tensor, device: torch.device):
+        self.device = device
+        self.nodes: Sequence[int] | None = None if isinstance(nodes, Tensor) else nodes
+        self._copies = DeviceCopies(nodes) if isinstance(nodes, Tensor) else None
 
     @property
     def common(self) -> int | None:
         """The node, if it is known to be the same in all rows."""
-        return self.nodes[0] if len(set(self.nodes)) == 1 else None
+        return self.nodes[0] if self.nodes is not None and len(set(self.nodes)) == 1 else None
 
     def on(self, device: torch.device) -> Tensor:
         """The nodes there, `(B,)`."""
         if self._copies is None:
+            assert self.nodes is not None, "they are numbers or a tensor"
             self._copies = DeviceCopies(on_device(self.nodes, self.device))
         return self._copies.on(device)[0]
 
     def reach(self, num_tokens: int) -> int:
-        """How many tokens of a chain are kept in any row."""
-        return min(max(self.nodes) + 1, num_tokens)
+        """How many tokens of a chain are kept in any row, at most."""
+        return num_tokens if self.nodes is None else min(max(self.nodes) + 1, num_tokens)
 
     def kept(self, count: int, device: torch.device) -> Tensor | None:
         """Which of a chain's first tokens each row keeps, `(B, count)`; `None`: all of them."""
-        if min(self.nodes) >= count - 1:
+        if self.nodes is not None and min(self.nodes) >= count - 1:
             return None
         return torch.arange(count, device=device) <= self.on(device)[:, None]
-
-
-class LastNodesInGraph(LastNodes):
-    """The same where they are known when a graph is replayed: a tensor `(B,)`."""
-
-    def __init__(self, nodes: Tensor):
-        self._nodes = nodes
-
-    @property
-    def common(self) -> None:
-        return None
-
-    def on(self, device: torch.device) -> Tensor:
-        return self._nodes
-
-    def reach(self, num_tokens: int) -> int:
-        return num_tokens
-
-    def kept(self, count: int, device: torch.device) -> Tensor:
-        return torch.arange(count, device=device) <= self._nodes[:, None]
 
 
 class Recorded(NamedTuple):
@@ -225,31 +205,6 @@ def _scan_rounding(x: Tensor, dt: Tensor, b: Tensor, a: Tensor, states: Tensor) 
         states.mul_(decays[..., t, None, None])
         states.add_(added[..., t, None, :] * x[..., t, :, None])
     return states
-
-
-class Kernels(NamedTuple):
-    """Names, in modeling files, of a kernel for many tokens and of that for one, and what both compute."""
-
-    many: str
-    one: str
-    recurrence: type[GatedDelta] | type[SelectiveScan]
-
-
-RECORDED_KERNELS = (
-    Kernels("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", GatedDelta),
-    Kernels("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", GatedDelta),
-    Kernels("mamba2_chunk_scan", "mamba2_selective_state_update", SelectiveScan),
-)
-
-
-def kernels_of(mixer: nn.Module) -> Kernels | None:
-    """Those that the mixer's forward calls, if they can be recorded."""
-    code = getattr(inspect.unwrap(type(mixer).forward), "__code__", None)
-    names, file = set(code.co_names) if code is not None else set(), sys.modules.get(type(mixer).__module__)
-    for kernels in RECORDED_KERNELS:
-        if {kernels.many, kernels.one} <= names and hasattr(file, kernels.many) and hasattr(file, kernels.one):
-            return kernels
-    return None
 
 
 def rebuilt_states(taped: Sequence[tuple[Tensor, Recorded]], last: LastNodes) -> Moves:

@@ -10,13 +10,11 @@ follows. `settle_states` makes the states after each row's last kept token the c
 leaves no trace, and neither does a forward that fails half-way.
 
 A mixer's call begins with `begin` and ends with `end`; the states that it asks for in between are its own. A state that
-is written in a block by no mixer, or by two, is an error: the text would silently be another one.
+is written in a block by no mixer is an error: the text would silently be another one.
 """
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +25,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from ..errors import IncompatibleTargetError
 from .layers import SlotLayer
 from .placement import Placement, RowGroup
+from .quantized import Workspace
 from .state_tape import LastNodes, Moves, Recorded, make_moves, moved_windows, rebuilt_states
 
 CONVOLUTION, RECURRENT = "conv_states", "recurrent_states"
@@ -55,7 +54,7 @@ class BlockTrace(NamedTuple):
 
 
 class StateLayer(LinearAttentionLayer):
-    """A layer of states alone; `stateful` adds them to a layer that attends, too.
+    """A layer of states alone; see `StatefulLayer` for one that attends, too.
 
     What mixers call (`update_conv_state`, `update_recurrent_state`) is transformers' own code over the states handed
     out: mixers of some versions read `conv_states` and `recurrent_states` themselves.
@@ -75,7 +74,7 @@ class StateLayer(LinearAttentionLayer):
         self.make_state: Callable[[StateKey, Tensor], Tensor] = lambda _, like: like.new_zeros(like.shape)
         self._committed: dict[StateKey, Tensor] = {}
         self._after: dict[StateKey, Tensor] = {}
-        self._written: Counter[StateKey] = Counter()
+        self._written: set[StateKey] = set()  # by the placed block
         self._reads: RowGroup | None = None  # by the mixer that runs
         self._open: dict[StateKey, Tensor] = {}
         self._windows: dict[StateKey, Tensor] = {}  # (B, C, K + T): convolutions' windows and the chain behind them
@@ -101,13 +100,13 @@ class StateLayer(LinearAttentionLayer):
         self._reads, self._open = None, {}
         if self.placement.is_chain:
             self._recorded = recorded or self._recorded
-            self._written.update(dict.fromkeys(set(self._taped) - set(self._written), 1))
+            self._written.update(self._taped)
             return
         for key, state in opened.items():
             rows = group.rows_on(state.device)
             if rows is not None:
                 self._after[key].index_copy_(0, rows, state)
-            self._written[key] += 1
+            self._written.add(key)
 
     def handed_out(self, key: StateKey) -> Tensor | None:
         """The state a mixer reads and writes: a copy of what its call continues."""
@@ -163,15 +162,13 @@ class StateLayer(LinearAttentionLayer):
         return moves
 
     def require_all_written(self) -> None:
-        """Raise an `IncompatibleTargetError` if a state was not written by the block, or not of all rows."""
-        wanted = self.placement.num_state_writes
-        for key in self._committed:
-            if self._written[key] != wanted:
-                raise IncompatibleTargetError(
-                    f"layer {self.index} of the target wrote its state ({key[0]} {key[1]}) {self._written[key]} times "
-                    f"in a block that wants {wanted}: a module was replaced after the drafter was attached, or two "
-                    "modules write it; attach the drafter again, or generate without one"
-                )
+        """Raise an `IncompatibleTargetError` if a state was not written by the block."""
+        missing = sorted(set(self._committed) - self._written)
+        if missing:
+            raise IncompatibleTargetError(
+                f"layer {self.index} of the target did not write its states {missing}: a module was replaced after the "
+                "drafter was attached; attach the drafter again, or generate without one"
+            )
 
     def trace(self) -> BlockTrace:
         """What the placed block has left.
@@ -187,7 +184,7 @@ class StateLayer(LinearAttentionLayer):
         """The placed block has left this: another layer, which began with the same states, has read it."""
         self._after.update(trace.after)
         self._windows, self._recorded = dict(trace.windows), trace.recorded
-        self._written = Counter(dict.fromkeys(self._committed, self.placement.num_state_writes))
+        self._written = set(self._committed)
 
     @property
     def committed(self) -> dict[StateKey, Tensor]:
@@ -284,23 +281,15 @@ class StateLayer(LinearAttentionLayer):
                 self._own(key, state)
             self._live(key).copy_(state)
 
-    def copy_states(self, row: int, source: StateLayer, source_row: int) -> None:
-        """Let a row begin where a row of another cache's layer is. A row may lie behind the live ones."""
-        for key, state in source._committed.items():
+    def adopt_layout(self, other: StateLayer) -> None:
+        """Have such states, empty, as another cache's layer has."""
+        for key, state in other._committed.items():
             if key not in self._committed:
                 self._own(key, state)
-            self._committed[key][row].copy_(state[source_row])
 
-    def wipe_states(self, row: int) -> None:
-        """Leave nothing of what was ever written to a row."""
-        for state in self._committed.values():
-            state[row].zero_()
-        self.release_block()
-
-    def exchange_states(self, one: int, other: int) -> None:
-        """Let two rows change places."""
-        for state in self._committed.values():
-            state[[one, other]] = state[[other, one]]
+    def row_tensors(self, length: int) -> list[Tensor]:
+        """What is committed of rows, live or not, however long they are: `(reserved rows, ...)` each."""
+        return [self._committed[key] for key in sorted(self._committed)]
 
 
 def state_moves(layers: Sequence[StateLayer], last: LastNodes) -> Moves:
@@ -350,25 +339,29 @@ class _HandedOut(dict[int, "Tensor | None"]):
         held.copy_(state)
 
 
-@functools.cache
-def stateful(attention: type[SlotLayer]) -> Any:
-    """A kind of layer that attends as `attention` does and keeps states beside keys and values."""
+class StatefulLayer(StateLayer, SlotLayer):  # type: ignore[misc]
+    """A layer that attends and keeps states beside keys and values."""
 
-    class StatefulLayer(StateLayer, attention):  # type: ignore[misc, valid-type]
-        is_compileable = False
-        is_croppable = False
+    is_compileable = False
+    is_croppable = False
 
-        def __init__(self, placement: Placement, *layout: Any, num_states: int, index: int, **how: Any):
-            LinearAttentionLayer.__init__(self, number_of_states=num_states)
-            attention.__init__(self, placement, *layout, **how)
-            self._bind(placement, index)
+    def __init__(
+        self, placement: Placement, ring: int | None, workspace: Workspace | None, *, num_states: int, index: int
+    ):
+        LinearAttentionLayer.__init__(self, number_of_states=num_states)
+        SlotLayer.__init__(self, placement, ring, workspace)
+        self._bind(placement, index)
 
-        def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:  # type: ignore[override]
-            """For keys and values, given by position, or for a state, given by name."""
-            if keys_and_values:
-                attention.lazy_initialization(self, *keys_and_values)
-            else:
-                StateLayer.lazy_initialization(self, **states)
+    def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:  # type: ignore[override]
+        """For keys and values, given by position, or for a state, given by name."""
+        if keys_and_values:
+            SlotLayer.lazy_initialization(self, *keys_and_values)
+        else:
+            StateLayer.lazy_initialization(self, **states)
 
-    StatefulLayer.__name__ = f"Stateful{attention.__name__}"
-    return StatefulLayer
+    def adopt_layout(self, other: StatefulLayer) -> None:  # type: ignore[override]
+        StateLayer.adopt_layout(self, other)
+        SlotLayer.adopt_layout(self, other)
+
+    def row_tensors(self, length: int) -> list[Tensor]:
+        return SlotLayer.row_tensors(self, length) + StateLayer.row_tensors(self, length)

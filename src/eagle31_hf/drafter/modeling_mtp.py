@@ -75,7 +75,8 @@ class MtpNetwork(Eagle31Network):
         cache: Cache | AttendingCache | None = None,
     ) -> DrafterOutput:
         """One pass over `embeddings` and `hidden`, both `(B, T, H)`; arguments as `Eagle31Network.decode`'s."""
-        hidden = self.fc(torch.cat((self.enorm(embeddings), self.hnorm(hidden)), dim=-1))
+        parts = self.enorm(embeddings), self.hnorm(hidden)
+        hidden = self.fc(torch.cat(parts, dim=-1))
         caching: dict[str, Any] = {CACHE_ARGUMENT: cache, "use_cache": cache is not None}
         for layer in self.layers:
             output = layer(hidden, attention_mask=attention_mask, position_embeddings=rotary, **caching)

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-RESIDENT_QUERIES = 128
-"""Blocks of at most so many queries use the resident mask. Prefill chunks are larger; theirs is made and dropped,
-since a resident one would hold `chunk * capacity` elements for the whole generation."""
-
 
 def repeats_mask(queries: int, kv_heads: int, groups: int, width: int) -> bool:
     """Whether the mask of `queries` is repeated for each of the `groups` query heads that share keys and values.

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from ..cache.graph_sizes import slot_bucket
-from ..cache.layers import SlotLayer, WindowLayer
+from ..cache.layers import SlotLayer
 from ..cache.placement import Placement
 from ..cache.row_pool import RowPool
 from ..cache.speculative import SpeculativeCache
@@ -155,10 +155,10 @@ class FixedShapeCache(Cache):
 
     def _stand_in(self, layer: Any) -> Any:
         if not isinstance(layer, StateLayer):
-            return FixedLayer(self.block, _ring(layer))
+            return FixedLayer(self.block, layer.ring)
         if not isinstance(layer, SlotLayer):
             return FixedStates(self.placement, layer)
-        return FixedStatefulLayer(self.placement, layer, self.block, _ring(layer))
+        return FixedStatefulLayer(self.placement, layer, self.block, layer.ring)
 
     @property
     def with_states(self) -> list[FixedStates]:
@@ -237,10 +237,6 @@ class FixedShapeCache(Cache):
             hidden = (node >= 0)[:, None] & ~seen
         mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
         return mask.masked_fill(hidden, torch.finfo(dtype).min)[:, None]
-
-
-def _ring(layer: SlotLayer) -> int | None:
-    return layer.ring if isinstance(layer, WindowLayer) else None
 
 
 class CommittedStates:

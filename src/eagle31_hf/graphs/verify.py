@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ..cache.graph_sizes import node_bucket
 from ..cache.speculative import SpeculativeCache
-from ..cache.state_tape import LastNodes, LastNodesInGraph, make_moves
+from ..cache.state_tape import LastNodes, make_moves
 from ..cache.states import BlockTrace, StateLayer, settle_states, state_moves
 from ..drafting.draft_tree import DraftTree
 from ..targets.binding import TargetBinding, TargetOutput, Verification
@@ -182,7 +182,7 @@ class CompiledSettling:
     def __call__(self, layers: Sequence[StateLayer], last: LastNodes) -> None:
         """As `settle_states`."""
         traces, self.traces = self.traces, None
-        rows, recorded = len(last.nodes), any(trace.recorded for trace in traces or ())
+        rows, recorded = layers[0].placement.batch_size, any(trace.recorded for trace in traces or ())
         pays = recorded or rows > 1  # else they are copies of what is there, which take one launch
         if traces is None or not pays or self.graphs.disabled_reason:
             settle_states(layers, last)
@@ -204,7 +204,7 @@ class CompiledSettling:
 
 def _settle(last: Tensor, traces: Sequence[BlockTrace], committed: CommittedStates) -> tuple[Tensor, ...]:
     """The step: all states of all layers after each row's last kept node `(B,)`."""
-    return _moved(LastNodesInGraph(last), traces, committed)
+    return _moved(LastNodes(last, last.device), traces, committed)
 
 
 def _moved(last: LastNodes, traces: Sequence[BlockTrace], committed: CommittedStates) -> tuple[Tensor, ...]:

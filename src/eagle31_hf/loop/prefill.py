@@ -121,10 +121,6 @@ class ChunkedPrefill:
             start = stop
             if start == pause and at_pause is not None:
                 at_pause()
-        # A last chunk may be small enough for the masks of rounds, and wider than any round.
-        self.cache.forget_mask()
-        if self.session is not None:
-            self.session.cache.forget_mask()
 
     def _end_of_chunk(self, reading: PrefillState, start: int, stop: int) -> int:
         """`stop` or a little before it. A single token left for the next chunk would be read by the target's code for

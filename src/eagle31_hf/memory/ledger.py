@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cache.graph_sizes import SLOT_BUCKET, cache_size, slot_bucket
-from ..drafting.shape import RESIDENT_QUERIES, USUAL_TREE, DraftShape, noise_bytes
+from ..drafting.shape import DraftShape, default_tree_size, noise_bytes
 from .cards import MIB, Card
 from .drafter_facts import DrafterFacts
 from .dry_run import ForwardBytes
@@ -57,7 +57,7 @@ class MemorySettings:
         batch: rows.
         draft_tokens: depth of a draft; 0 means no drafter.
         tree_size: nodes verified per round, root included; `None` for a chain.
-        draft_top_k: children per node of a tree; `None`: two, if `tree_size` is given.
+        draft_top_k: children per node of a tree; `None`: as its size allows, by the rule for sizes nobody asked for.
         draft_is_usual: nobody asked for a draft. It is the largest of what is drafted then, chains or trees.
         prefill_chunk: prompt tokens per target forward.
         cache_type: `"full"` or `"int8"`; the target's. The drafter's one layer stays as it is.
@@ -83,7 +83,7 @@ class MemorySettings:
         """The largest draft of a round."""
         if self.tree_size is None or not self.speculates:
             return DraftShape(self.draft_tokens)
-        top_k = self.draft_top_k or USUAL_TREE.top_k
+        top_k = self.draft_top_k or max(1, self.tree_size // default_tree_size(self.draft_tokens, top_k=1))
         return DraftShape(self.draft_tokens, top_k=top_k, size=self.tree_size)
 
     @property
@@ -205,7 +205,7 @@ class _Ledger:
         last = batch * prefill.logits  # where rows end in different columns, the logits of all these of each row
         return [
             LedgerTerm(f"target cache, {settings.cache_type}", held.cache, _COUNTED, self.kept),
-            LedgerTerm("target mask, unpacked layer", max(prefill.beside, held.beside), _COUNTED, RUNNING),
+            LedgerTerm("target, unpacked layer", max(prefill.beside, held.beside), _COUNTED, RUNNING),
             *self._states(),
             LedgerTerm("prefill activations", prefill.activations + batch * self.chunk * self.tapped, _COUNTED,
                        (PREFILL,)),
@@ -246,19 +246,16 @@ class _Ledger:
         matrices = f"matrices: {precision.rules.formula}; fc, norms, embedding: elements * {precision.dtype_bytes}"
         sizes = {"capacity": settings.drafter_capacity, "block": chunk, "batch": self.batch}
         kept = self._kept_slots(settings.drafter_capacity, settings.shape.drafter_block(chunk))
-        blocks = [settings.shape.draft_block, *([chunk] if chunk <= RESIDENT_QUERIES else [])]
-        held = [drafter.count(tokens, batch=self.batch, grows=False, **kept) for tokens in blocks]
-        mask = max(each.beside for each in held)
+        held = drafter.count(settings.shape.draft_block, batch=self.batch, grows=False, **kept)
         return [
             LedgerTerm(f"drafter weights, {precision.name}", drafter.weight_bytes(precision), matrices, MOMENTS),
             LedgerTerm(f"draft head, {precision.name}", drafter.head_bytes(precision), "Vd rows of H", MOMENTS),
-            LedgerTerm("drafter cache, full", held[0].cache, "B * layers * slots * n_kv(dk+dv) * b", self.kept),
-            LedgerTerm("drafter mask", mask, "2^ceil(log2 N) * slots * b", RUNNING),
+            LedgerTerm("drafter cache, full", held.cache, "B * layers * slots * n_kv(dk+dv) * b", self.kept),
             LedgerTerm("drafter prefill activations", drafter.absorb_bytes(chunk, settings.context, **sizes),
                        _DRAFTER_FORMULA, (DRAFTER_PREFILL,)),
             LedgerTerm("drafter update activations", self._update(drafter), _DRAFTER_FORMULA, (UPDATE,)),
             LedgerTerm("draft activations", self._step(drafter), "max(layers, B*T*Vd * (b+8))", (DRAFT,)),
-            LedgerTerm("drafter layer moving to a larger buffer", held[0].largest_layer, "its keys and values",
+            LedgerTerm("drafter layer moving to a larger buffer", held.largest_layer, "its keys and values",
                        (UPDATE, DRAFT)),
             *self._drafter_workspaces(drafter, precision),
         ]  # fmt: skip

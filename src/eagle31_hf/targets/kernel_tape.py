@@ -14,12 +14,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..cache.state_tape import GatedDelta, Kernels, Recorded, SelectiveScan, kernels_of
+from ..cache.state_tape import GatedDelta, Recorded, SelectiveScan
 from .shared_changes import CHANGES
 
 _running = threading.local()
@@ -88,7 +88,33 @@ def _rounds(kernel: Callable[..., Any], dtype: torch.dtype, device: torch.device
     return bool((near <= far).item())
 
 
-_ANSWERS: dict[type, Callable[..., Any]] = {GatedDelta: _gated_delta, SelectiveScan: _selective_scan}
+class Kernels(NamedTuple):
+    """Names, in modeling files, of a kernel for many tokens and of that for one, and how the one answers for the other.
+
+    `answer` takes the kernel for one token, the records, and the arguments of the call; it returns `NotImplemented`
+    where it does not know one of them.
+    """
+
+    many: str
+    one: str
+    answer: Callable[..., Any]
+
+
+RECORDED_KERNELS = (
+    Kernels("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", _gated_delta),
+    Kernels("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", _gated_delta),
+    Kernels("mamba2_chunk_scan", "mamba2_selective_state_update", _selective_scan),
+)
+
+
+def kernels_of(mixer: nn.Module) -> Kernels | None:
+    """Those that the mixer's forward calls, if they can be recorded."""
+    code = getattr(inspect.unwrap(type(mixer).forward), "__code__", None)
+    names, file = set(code.co_names) if code is not None else set(), sys.modules.get(type(mixer).__module__)
+    for kernels in RECORDED_KERNELS:
+        if {kernels.many, kernels.one} <= names and hasattr(file, kernels.many) and hasattr(file, kernels.one):
+            return kernels
+    return None
 
 
 def hold_kernels(mixer: nn.Module) -> AbstractContextManager[None]:
@@ -113,7 +139,7 @@ def _intercept(file: Any, kernels: Kernels) -> Callable[[], None]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         records = None if torch.compiler.is_compiling() else getattr(_running, "records", None)
         if records is not None:
-            answered = _ANSWERS[kernels.recurrence](getattr(file, kernels.one), records, args, kwargs)
+            answered = kernels.answer(getattr(file, kernels.one), records, args, kwargs)
             if answered is not NotImplemented:
                 return answered
         return own(*args, **kwargs)
