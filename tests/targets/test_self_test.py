@@ -102,7 +102,7 @@ def test_a_forward_that_takes_no_positions_and_gives_all_logits(shape: dict[str,
     for rows, loop in ((prompts[:1], "own"), (alike, "own"), (prompts, "plain")):
         settings = {"num_assistant_tokens": 4, **shape}
         assert_same_text(target, eagle, left_padded(rows), loop=loop, oracle=2, settings=settings, **GREEDY)
-        assert ("counts pads" in eagle.stats.reason) == (loop == "plain")
+        assert ("count pads" in eagle.stats.reason) == (loop == "plain")
 
 
 @pytest.mark.skipif(not hasattr(hf, "InklingTextConfig"), reason="of newer versions of transformers")

@@ -19,8 +19,8 @@ from ..errors import Eagle31Error
 from ..loop.survive import is_out_of_memory
 from ..targets.binding import CACHE_ARGUMENT, TargetBinding, Verification
 from ..targets.prompt_forward import PromptForward, PromptOutput
-from ..targets.self_test import probe_tokens, tolerance
-from ..targets.state_test import logits_error
+from ..targets.self_test import tolerance
+from ..targets.state_test import logits_error, probe_tokens
 from .call import Call, beside_tokens, left_padding, prompt_forward
 
 

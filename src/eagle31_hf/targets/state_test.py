@@ -1,8 +1,9 @@
 """Can drafts be taken back on a target whose layers keep states? Asked by trying, in the place of the tree self-test.
 
-Two rows of unlike length read a prompt, verify two chains and a single token, and keep unlike parts of them. After that
-not only the logits must be those of plain decoding, a token at a time over a stock cache, but the states, too: a layer
-that forgets fast would hide a state that was left behind.
+Two rows of unlike length read a prompt in two chunks (some layers begin anew in a second one: Mamba 1), verify two
+chains and a single token, and keep unlike parts of them. After that not only the logits must be those of plain
+decoding, a prompt at once and a token at a time over a stock cache, but the states, too: a layer that forgets fast
+would hide a state that was left behind.
 """
 
 from __future__ import annotations
@@ -20,18 +21,15 @@ from ..drafting.draft_tree import DraftTree
 from .binding import TargetBinding, Verification
 
 PREFIX, SHORTER = 9, 5  # tokens of the two prompts: more than convolutions look back
+CHUNK = 6  # of the first chunk, in which one of them ends
 KEPT = ((3, 2), (1, 0))  # of two chains, by each row
 TINY = torch.finfo(torch.float32).tiny
 ALL_STATES = Mapping[int, Mapping[StateKey, Tensor]]
 
 
-def state_error(binding: TargetBinding, masks_by_type: bool | None, tokens: Tensor) -> float:
-    """Largest difference between our rounds and plain decoding, as a share of the range of what is compared.
-
-    Args:
-        tokens: `(1, n)` ids to read, `n >= PREFIX + 7`.
-    """
-    ids = tokens[0]
+def state_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
+    """Largest difference between our rounds and plain decoding, as a share of the range of what is compared."""
+    ids = probe_tokens(binding, PREFIX + 7)[0]
     prompts = [ids[:PREFIX], ids[1 : SHORTER + 1]]
     chains, last = (ids[PREFIX : PREFIX + 4], ids[PREFIX + 4 : PREFIX + 6]), ids[PREFIX + 6 : PREFIX + 7]
     plain = []
@@ -39,7 +37,9 @@ def state_error(binding: TargetBinding, masks_by_type: bool | None, tokens: Tens
         text = [chain[:count] for chain, count in zip(chains, counts, strict=True)]
         plain.append(PlainText(binding, prompt, torch.cat([*text, last])))
     cache = probe_cache(binding, masks_by_type, rows=len(prompts), length=PREFIX)
-    read_prompts(binding, cache, torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), [PREFIX, SHORTER])
+    padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    read_prompts(binding, cache, padded[:, :CHUNK], [CHUNK, SHORTER])
+    read_prompts(binding, cache, padded[:, CHUNK:], [PREFIX - CHUNK, 0])
     verify, errors, ends = Verification(binding, cache), [0.0], [0, 0]
     for chain, counts in zip(chains, KEPT, strict=True):
         found = verify(DraftTree.chain(chain.expand(2, -1))).logits
@@ -54,22 +54,10 @@ def state_error(binding: TargetBinding, masks_by_type: bool | None, tokens: Tens
     return max(errors)
 
 
-def reading_on_error(binding: TargetBinding, masks_by_type: bool | None, tokens: Tensor) -> float:
-    """How far a prompt in two chunks is from the same at once, by the model's own code for many tokens. Some layers
-    begin anew there (Mamba 1)."""
-    ids = tokens[:, :PREFIX]
-    at_once = PlainText(binding, ids[0], ids[0, :0])
-    cache = probe_cache(binding, masks_by_type, rows=1, length=PREFIX)
-    for chunk in (ids[:, :SHORTER], ids[:, SHORTER:]):
-        logits = read_prompts(binding, cache, chunk, None)
-    return max(logits_error(logits[0], at_once.prompt_logits), _states_error(cache, 0, at_once.states[0]))
-
-
 class PlainText:
     """A text as plain decoding reads it: the prompt `(n,)` at once, then `tokens` `(m,)` one by one.
 
     Attributes:
-        prompt_logits: `(1, V)` after the prompt.
         logits: `(m, V)` after each of the tokens.
         states: all states after so many of the tokens.
     """
@@ -85,7 +73,14 @@ class PlainText:
             logits.append(binding.plain_forward(step[None], positions, cache).logits[0, -1:])
             held = read_stock_layers(cache, 1)
             self.states.append({i: {k: s.clone() for k, s in layer.states.items()} for i, layer in held.items()})
-        self.prompt_logits, self.logits = logits[0], torch.cat(logits)[1:]
+        self.logits = torch.cat(logits[1:])
+
+
+def probe_tokens(binding: TargetBinding, count: int) -> Tensor:
+    """Unlike ids `(1, n)` without touching a random generator."""
+    vocabulary = binding.text_config.vocab_size
+    ids = (torch.arange(1, count + 1, device=binding.input_device) * 7919) % vocabulary
+    return ids[None]
 
 
 def probe_cache(binding: TargetBinding, masks_by_type: bool | None, *, rows: int, length: int) -> SpeculativeCache:
