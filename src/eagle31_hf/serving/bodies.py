@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -415,12 +416,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return fields
 
 
-AnyBody = ChatBody | CompletionBody
-Kind = TypeVar("Kind", bound=Body)
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def parse(kind: type[Kind], told: dict[str, Any]) -> Kind:
-    """The body of these fields, of which null ones count as left out."""
+def _parsed(kind: type[AnyBody], told: dict[str, Any]) -> AnyBody:
     fields = {name: value for name, value in told.items() if value is not None}
     refuse_unserved({name: value for name, value in fields.items() if name not in kind.model_fields})
     try:
@@ -429,3 +428,6 @@ def parse(kind: type[Kind], told: dict[str, Any]) -> Kind:
     except ValidationError as error:
         raise from_validation(error) from error
     return body
+
+
+parse_chat, parse_completion = partial(_parsed, ChatBody), partial(_parsed, CompletionBody)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from ..cache.spans import kinds_from_config
 from ..cache.states import StateLayer
 from ..errors import IncompatibleTargetError
 from .kernel_tape import hold_kernels, is_held, recording
-from .shared_changes import CHANGES
+from .shared_changes import CHANGES, ReplacedForward
 
 STATE_CALLS = {"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"}
 
@@ -115,7 +114,7 @@ class _Mixer:
         """Stand before the module's own forward until what is `installed` is closed."""
         installed.enter_context(hold_kernels(self.module))
         self._own = self.module.forward
-        installed.callback(_Replaced(self.module, self._forward).undo)
+        installed.callback(ReplacedForward(self.module, self._forward).undo)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         cache: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
@@ -172,31 +171,3 @@ def _joined(parts: list[tuple[Tensor | None, Any]], hidden: Tensor) -> Any:
         assert of_rows is not None, "one group of all rows has been returned"
         whole[of_rows, : out.shape[1]] = out
     return whole
-
-
-class _Replaced:
-    """A module's `forward`, replaced in the instance. A copy or pickle of the model gets its own forward back."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
-        self._module, self._forward = module, forward
-        self._before = module.__dict__.get("forward")
-        module.__dict__["forward"] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
-
-    def undo(self) -> None:
-        """Unless it was replaced once more since."""
-        if self._module.__dict__.get("forward") is not self:
-            return
-        if self._before is None:
-            del self._module.__dict__["forward"]
-        else:
-            self._module.__dict__["forward"] = self._before
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _own_forward, (self._module, self._before)
-
-
-def _own_forward(module: nn.Module, before: Callable[..., Any] | None) -> Callable[..., Any]:
-    return before if before is not None else MethodType(type(module).forward, module)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import IncompatibleTargetError
-from .shared_changes import CHANGES
+from .shared_changes import CHANGES, ReplacedForward
 
 _SLICE_ELEMENTS = 2**24
 """Logits asked of a packed head at once, at most: 64 MiB in fp32."""
@@ -131,11 +131,9 @@ class OneTokenArithmetic:
     def _replace_forwards(self) -> Callable[[], None]:
         replaced = ExitStack()
         for layer in self._layers:
-            # Into the instance's own dictionary: the module's bookkeeping of attributes costs more than the product.
             name = "_old_forward" if hasattr(layer, "_hf_hook") else "forward"  # behind accelerate's hooks
-            before = layer.__dict__.get(name)
-            replaced.callback(_put_back, layer, name, before)
-            layer.__dict__[name] = functools.partial(self._forward, layer, before or type(layer).forward.__get__(layer))
+            before = vars(layer).get(name) or type(layer).forward.__get__(layer)
+            replaced.callback(ReplacedForward(layer, functools.partial(self._forward, layer, before), name).undo)
         return replaced.close
 
     def _forward(self, layer: Any, before: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -151,13 +149,6 @@ class OneTokenArithmetic:
         finally:
             if not was_on:
                 self.stop()
-
-
-def _put_back(layer: nn.Module, name: str, before: Callable[..., Any] | None) -> None:
-    if before is None:
-        layer.__dict__.pop(name, None)
-    else:
-        layer.__dict__[name] = before
 
 
 def _looks_for_outliers(module: nn.Module) -> bool:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from types import MethodType
+from typing import Any
 
+from torch import nn
 from torch.backends import cuda
 
 
@@ -55,3 +58,36 @@ def leave_cudnn_out() -> Callable[[], None]:
     before = cuda.cudnn_sdp_enabled()
     cuda.enable_cudnn_sdp(False)
     return lambda: cuda.enable_cudnn_sdp(before)
+
+
+class ReplacedForward:
+    """A module's forward, replaced in the instance until `undo`. A copy or pickle of the model gets its own one back.
+
+    Args:
+        name: of the attribute that holds it.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], name: str = "forward"):
+        self._module, self._forward, self._name = module, forward, name
+        self._before = vars(module).get(name)
+        vars(module)[name] = self  # a module's own bookkeeping of attributes costs more than a product of one token
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def undo(self) -> None:
+        """Unless it was replaced once more since."""
+        held = vars(self._module)
+        if held.get(self._name) is not self:
+            return
+        if self._before is None:
+            del held[self._name]
+        else:
+            held[self._name] = self._before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_forward, (self._module, self._before)
+
+
+def _own_forward(module: nn.Module, before: Callable[..., Any] | None) -> Callable[..., Any]:
+    return before if before is not None else MethodType(type(module).forward, module)
