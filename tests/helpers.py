@@ -276,6 +276,12 @@ def first_row(cache: SpeculativeCache, dynamic: hf.DynamicCache) -> hf.DynamicCa
     return dynamic
 
 
+def prompts_of(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
+    """Prompts of random ids of these lengths, as `generate` wants them."""
+    dice = torch.Generator().manual_seed(seed)
+    return left_padded([torch.randint(3, VOCABULARY, (n,), generator=dice).tolist() for n in lengths])
+
+
 def random_prompts(count: int, vocabulary: int = VOCABULARY, seed: int = 0, longest: int = 21) -> list[list[int]]:
     """`count` prompts of 2 to `longest` random ids, shorter and longer than the sliding windows of the targets."""
     dice = torch.Generator().manual_seed(seed)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import pytest
 from torch import Tensor
 
 from helpers import (
@@ -30,9 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 COMPILED = {f"{name} compiled": {**shape, "acceleration": "compile"} for name, shape in SHAPES.items()}
 OWN = {**SHAPES, **COMPILED}
 NEW_TOKENS = 24
-SHORT = 10
 NOT_WHOLE = [name for name in TARGETS if name not in WHOLE]
-EVERY_TARGET = [*WHOLE, *(pytest.param(name, marks=pytest.mark.contract) for name in NOT_WHOLE)]
 GROUPS = (1,) * 8 + (3,) * 4 + (8,) * 5  # batch sizes: 60 prompts for each target,
 DEMO_GROUPS = (1,) * 4 + (3,) * 2 + (8,) * 2  # 26 long ones for the demo target
 

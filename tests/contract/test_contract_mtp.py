@@ -9,11 +9,10 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.targets.binding import CACHE_ARGUMENT
-from helpers import VOCABULARY, assert_same_text, left_padded, seeded
+from helpers import assert_same_text, prompts_of, seeded
 from mtp_targets import CONFIGS, FAMILIES, target_with_head
 
 pytestmark = pytest.mark.contract
@@ -28,18 +27,13 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return target, Eagle31Drafter.from_pretrained(folder, target=target)
 
 
-def prompts(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
-    dice = torch.Generator().manual_seed(seed)
-    return left_padded([torch.randint(3, VOCABULARY, (n,), generator=dice).tolist() for n in lengths])
-
-
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("drafts", [1, 3, 6])
 @pytest.mark.parametrize("acceleration", ["eager", "compile"])
 def test_text_is_plain(pair, sampled, rows, drafts, acceleration):
     target, drafter = pair
-    inputs = prompts([5, 17, 11, 8][:rows], seed=drafts)
+    inputs = prompts_of([5, 17, 11, 8][:rows], seed=drafts)
     how: dict[str, Any] = {"do_sample": sampled} | ({"temperature": 0.8, "top_k": 20} if sampled else {})
     loop = {"num_assistant_tokens": drafts, "num_assistant_tokens_schedule": "constant", "prefill_chunk_size": 8,
             "acceleration": acceleration}  # fmt: skip
@@ -53,11 +47,11 @@ def test_text_is_plain(pair, sampled, rows, drafts, acceleration):
 
 def test_turns_that_carry_a_cache_are_plain(pair):
     target, drafter = pair
-    first = prompts([9], seed=4)
+    first = prompts_of([9], seed=4)
     turns = []
     for assistant in ({}, {"assistant_model": drafter}):
         out = target.generate(**first, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, **assistant)
-        more = torch.cat((out.sequences, prompts([6], seed=5)["input_ids"]), dim=1)
+        more = torch.cat((out.sequences, prompts_of([6], seed=5)["input_ids"]), dim=1)
         cache = {CACHE_ARGUMENT: out[CACHE_ARGUMENT]} if assistant else {}
         turns.append(target.generate(more, max_new_tokens=12, do_sample=False, **cache, **assistant))
     assert torch.equal(*turns)
@@ -67,7 +61,7 @@ def test_a_head_that_is_right_has_every_draft_accepted(tmp_path):
     """A target whose next token follows from its last alone, and a head that knows how: more drafts, fewer passes."""
     target = follows_a_cycle(tmp_path)
     drafter = Eagle31Drafter.from_pretrained(tmp_path, target=target)
-    inputs = prompts([5])
+    inputs = prompts_of([5])
     plain = target.generate(**inputs, max_new_tokens=40, do_sample=False)
     assert len(set(plain[0, 5:].tolist())) > 20, "the text does not stand still"
     for drafts in (1, 3, 5):
@@ -113,6 +107,6 @@ def test_a_packed_head_writes_plains_text(tmp_path, family, precision):
     assert kinds["fc"] == "Linear", "and fc never"
     settings = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
     assert_same_text(
-        target, drafter, prompts([7], seed=2), settings=settings, max_new_tokens=NEW_TOKENS, do_sample=False
+        target, drafter, prompts_of([7], seed=2), settings=settings, max_new_tokens=NEW_TOKENS, do_sample=False
     )
     assert drafter.stats.drafted > 0

@@ -1,4 +1,4 @@
-"""The contract for what else `generate` returns: scores, logits, streams, several sequences."""
+"""The contract for what else `generate` returns: scores and logits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
-from agreement import NEW_TOKENS, SHAPES, Batch, assert_loop_agrees, batch_of, greedy
-from torch import Tensor
+from agreement import NEW_TOKENS, SHAPES, batch_of, greedy
 
 from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for
 
@@ -56,40 +54,3 @@ def test_scores_of_rows_that_end_early(loop: str) -> None:
         for step in range(written):
             torch.testing.assert_close(ours.logits[step][row], plain.logits[step][row], atol=1e-4, rtol=1e-4)
         assert not any(bool(step[row].any()) for step in ours.logits[written:]), "nothing was written there"
-
-
-class Recorder(hf.generation.streamers.BaseStreamer):
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.ended = 0
-
-    def put(self, value: Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended += 1
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("loop", SHAPES)
-def test_streamer_gets_the_text(loop: str) -> None:
-    for name, at in (("llama", -8), ("demo-target", -6)):
-        batch = batch_of(name, 1, eos_token_id=int(batch_of(name, 1).plain[0, at]))
-        eos = int(batch.plain[0, -1])
-        recorder = Recorder()
-        assert_loop_agrees(name, batch, SHAPES[loop], streamer=recorder, eos_token_id=eos)
-        assert recorder.tokens == batch.plain[0].tolist()
-        assert recorder.ended == 1
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("shape", SHAPES)
-def test_several_sequences_for_each_prompt(shape: str) -> None:
-    """Sampling from the one likeliest token is greedy, and allowed to return several."""
-    batch = batch_of("llama", 3)
-    three = Batch(batch.inputs, batch.plain.repeat_interleave(3, dim=0))
-    with configured(drafter_of("llama"), **SHAPES[shape]) as drafter:
-        ours = greedy("llama", batch.inputs, assistant_model=drafter, do_sample=True, top_k=1, num_return_sequences=3)
-    assert torch.equal(ours, three.plain)

@@ -1,7 +1,7 @@
 """The contract for targets whose layers keep states, recurrent or of convolutions: plain's text.
 
 Targets are tiny and random, and remember long (`recurrent_target`), so that a state that is not rolled back shows in
-the text: the two controls at the end break rollback and must be seen.
+the text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import cache
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +16,6 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
-from eagle31_hf.cache import states
-from eagle31_hf.cache.placement import Placement
-from eagle31_hf.cache.state_tape import LastNodes
 from eagle31_hf.loop.carried_cache import BEFORE_THE_ANSWER
 from eagle31_hf.targets.binding import CACHE_ARGUMENT, cache_argument
 from families import RECURRENT_FAMILIES, SEEING_HYBRIDS, clamped_target, recurrent_target
@@ -27,8 +23,8 @@ from helpers import (
     VOCABULARY,
     assert_same_text,
     configured,
-    left_padded,
     oracle_drafts,
+    prompts_of,
     random_drafter,
     switching_policies,
 )
@@ -52,11 +48,6 @@ def pair(family: str) -> tuple[Any, Any]:
     return model, random_drafter(model, aux_layers=[1, 2, 3])
 
 
-def prompts(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
-    dice = torch.Generator().manual_seed(seed)
-    return left_padded([torch.randint(3, VOCABULARY, (n,), generator=dice).tolist() for n in lengths])
-
-
 GREEDY = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 
 
@@ -74,14 +65,14 @@ def test_text_is_plains(family: str, shape: str) -> None:
     """Alone and in a batch of four of which one prompt is a single token and one shorter than convolutions look. A tree
     that was asked for is drafted as a chain."""
     for lengths in ([23], [1, 3, 30, 12]):
-        assert_plain(family, prompts(lengths), SHAPES[shape])
+        assert_plain(family, prompts_of(lengths), SHAPES[shape])
         fallbacks = pair(family)[1].stats.fallbacks
         assert [why[:36] for why in fallbacks] == ["trees are drafted as chains of their"] * (shape == "tree")
 
 
 @pytest.mark.parametrize("family", PLAIN)
 def test_states_that_cannot_be_recorded_are_decoded_plainly(family: str) -> None:
-    assert_same_text(*pair(family), prompts([12, 3]), loop="plain", **GREEDY)
+    assert_same_text(*pair(family), prompts_of([12, 3]), loop="plain", **GREEDY)
     assert "code that cannot be recorded" in pair(family)[1].stats.reason
 
 
@@ -89,7 +80,7 @@ def test_states_that_cannot_be_recorded_are_decoded_plainly(family: str) -> None
 def test_rounds_of_changing_length(family: str) -> None:
     """Drafts of every length and none, in turn."""
     with switching_policies() as policies:
-        assert_plain(family, prompts([9, 1, 17, 4]), SHAPES["tree"], max_new_tokens=40, oracle=0)
+        assert_plain(family, prompts_of([9, 1, 17, 4]), SHAPES["tree"], max_new_tokens=40, oracle=0)
     assert policies[0].kinds > {"none", "cut"}
 
 
@@ -97,7 +88,7 @@ def test_rounds_of_changing_length(family: str) -> None:
 def test_rows_that_have_ended(family: str) -> None:
     """A stop token inside an accepted block leaves keys and states alike, and rows that go on as they were."""
     model, _ = pair(family)
-    inputs = prompts([5, 11, 2, 20])
+    inputs = prompts_of([5, 11, 2, 20])
     free = greedy(model, inputs, 20)
     length = inputs["input_ids"].shape[1]
     ends = sorted({int(free[row, length + 3 * row + 2]) for row in range(3)})
@@ -109,11 +100,11 @@ def test_prompts_across_chunks(family: str) -> None:
     """A chunk of the drafter's own: the prompt's text is that of a prompt read at once, with a token left over, too."""
     settings = {**SHAPES["chain"], "prefill_chunk_size": CHUNK}
     for lengths in ([CHUNK + 1], [CHUNK + 1, 2 * CHUNK + 1, 3, 40]):
-        assert_plain(family, prompts(lengths), settings, max_new_tokens=8)
+        assert_plain(family, prompts_of(lengths), settings, max_new_tokens=8)
 
 
 def test_chunks_of_the_call() -> None:
-    assert_plain("falcon_h1", prompts([23, 3]), SHAPES["chain"], prefill_chunk_size=9)
+    assert_plain("falcon_h1", prompts_of([23, 3]), SHAPES["chain"], prefill_chunk_size=9)
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
@@ -122,7 +113,7 @@ def test_a_clamp_that_only_prompts_see(family: str) -> None:
     has it in the prompt alone."""
     model = clamped_target(family)
     drafter = random_drafter(model, aux_layers=[1, 2, 3])
-    inputs = prompts([CHUNK + 1, 6, 33])
+    inputs = prompts_of([CHUNK + 1, 6, 33])
     plain = greedy(model, inputs, 24)
     at_once = model(plain[2:]).logits[0, -25:-1].argmax(-1)
     assert not torch.equal(at_once, plain[2, -24:]), "the bound acts"
@@ -137,7 +128,7 @@ def test_the_cache_of_the_last_turn(family: str) -> None:
     model, drafter = pair(family)
     if cache_argument(model) != CACHE_ARGUMENT:
         pytest.skip(f"transformers {transformers.__version__} has another name for such a cache")
-    inputs = prompts([14])
+    inputs = prompts_of([14])
     with configured(drafter, **SHAPES["chain"]):
         past = DynamicCache(config=model.config.get_text_config())
         first = greedy(model, inputs, 10, assistant_model=drafter, **{CACHE_ARGUMENT: past})
@@ -184,7 +175,7 @@ def test_ten_turns_of_which_some_rewrite_the_answer_before(family: str) -> None:
 def test_sampled_text_is_plains(family: str) -> None:
     """Under the same seed, by drafts that follow it for a while."""
     for lengths in ([9], [8, 3, 20]):
-        assert_plain(family, prompts(lengths), SHAPES["chain"], do_sample=True, temperature=0.9, top_k=30, seed=3)
+        assert_plain(family, prompts_of(lengths), SHAPES["chain"], do_sample=True, temperature=0.9, top_k=30, seed=3)
 
 
 # --- hybrids that see ---------------------------------------------------------------------------------------------
@@ -193,7 +184,7 @@ def test_sampled_text_is_plains(family: str) -> None:
 @pytest.mark.parametrize("family", SEEING_HYBRIDS)
 def test_hybrids_that_see_read_text(family: str) -> None:
     for lengths in ([23], [1, 3, 30, 12]):
-        inputs = prompts(lengths)
+        inputs = prompts_of(lengths)
         inputs["input_ids"] = inputs["input_ids"] % 80  # no token of a picture
         assert_plain(family, inputs, SHAPES["chain"])
 
@@ -219,37 +210,3 @@ def test_a_picture_is_seen_in_the_next_turn() -> None:
         second = {"input_ids": more, "attention_mask": torch.ones_like(more)}
         texts.append(greedy(model, second, 8, **assistant, **{CACHE_ARGUMENT: past}))
     assert torch.equal(*texts)
-
-
-# --- controls ---------------------------------------------------------------------------------------------------------
-
-
-def keep_everything(placement: Placement, kept: Any) -> list[int]:
-    """Rollback that is none: the states after the whole block."""
-    return [placement.num_tokens - 1 if placement.is_chain else 0] * len(kept)
-
-
-def rebuild_too_far(taped: Any, last: LastNodes) -> Any:
-    """Convolutions go back, recurrent states do not."""
-    return rebuilt_states(taped, LastNodes([99] * len(last.nodes), last.device))
-
-
-rebuilt_states = states.rebuilt_states
-CONTROLS = {
-    "everything": (Placement, "last_state_nodes", keep_everything),
-    "recurrent": (states, "rebuilt_states", rebuild_too_far),
-}
-
-
-@pytest.mark.parametrize("control", CONTROLS)
-def test_a_state_that_is_not_rolled_back_shows(control: str) -> None:
-    for family in ("qwen3_5_text", "bamba"):
-        model, drafter = pair(family)
-        texts = []
-        for seed in range(2):
-            inputs = prompts([12], seed)
-            plain = greedy(model, inputs, 32)
-            oracle = oracle_drafts(plain, inputs["input_ids"].shape[1])
-            with configured(drafter, **SHAPES["chain"]), oracle, mock.patch.object(*CONTROLS[control]):
-                texts.append(torch.equal(greedy(model, inputs, 32, assistant_model=drafter), plain))
-        assert not any(texts), family

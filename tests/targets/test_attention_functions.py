@@ -21,7 +21,7 @@ from eagle31_hf.errors import UnsupportedGenerationError
 from eagle31_hf.serving.engine import EngineSettings, within_what_the_target_can
 from eagle31_hf.targets import binding
 from eagle31_hf.targets.grouped_attention import why_attention_is_unknown
-from eagle31_hf.targets.shared_changes import SharedChanges, leave_cudnn_out
+from eagle31_hf.targets.shared_changes import SharedChanges
 from helpers import CONFIGS, assert_same_text, configured, left_padded, prompts_for, random_drafter, random_target
 
 
@@ -117,18 +117,6 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedChanges]:
     cuda.enable_cudnn_sdp(True)
     yield own
     cuda.enable_cudnn_sdp(found)
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_texts_that_do_without_cudnn_may_overlap(before: bool, switch: SharedChanges) -> None:
-    cuda.enable_cudnn_sdp(before)
-    switch.hold("cudnn", leave_cudnn_out)
-    switch.hold("cudnn", leave_cudnn_out)
-    assert not cuda.cudnn_sdp_enabled()
-    switch.let_go("cudnn")  # of either text: the other one is still written
-    assert not cuda.cudnn_sdp_enabled()
-    switch.let_go("cudnn")
-    assert cuda.cudnn_sdp_enabled() == before
 
 
 def test_a_drafted_text_does_without_cudnn(switch: SharedChanges) -> None:

@@ -21,36 +21,29 @@ from eagle31_hf.targets.devices import (
 )
 from helpers import DEMO_DRAFTER, MODELS
 
-PROCESSORS = {
-    "Zen 3": ("flags\t\t: fpu fma avx avx2 sha_ni", "", torch.float32),
-    "Cooper Lake": ("flags\t\t: avx2 avx512f avx512_bf16", "avx512_bf16", torch.bfloat16),
-    "Sapphire Rapids": ("flags\t\t: avx2 avx512_bf16 amx_bf16 amx_tile", "amx_bf16", torch.bfloat16),
-    "Graviton 3": ("Features\t: fp asimd asimdhp sve svebf16 bf16", "svebf16", torch.bfloat16),
-    "Cortex-A72": ("Features\t: fp asimd evtstrm crc32", "", torch.float32),
+PROCESSORS = {  # what they announce; their bfloat16 arithmetic; what bfloat16 and float16 are computed in
+    "Zen 3": ("flags\t\t: fpu fma avx avx2 sha_ni", "", torch.float32, torch.float32),
+    "Cooper Lake": ("flags\t\t: avx2 avx512f avx512_bf16", "avx512_bf16", torch.bfloat16, torch.float32),
+    "Sapphire Rapids": ("flags\t\t: avx512_bf16 avx512_fp16 amx_bf16", "amx_bf16", torch.bfloat16, torch.float16),
+    "Graviton 3": ("Features\t: fp asimd asimdhp svebf16 bf16", "svebf16", torch.bfloat16, torch.float16),
+    "Cortex-A72": ("Features\t: fp asimd evtstrm crc32", "", torch.float32, torch.float32),
 }
 
 
 @pytest.fixture(params=PROCESSORS)
-def processor(request, tmp_path: Path) -> tuple[Path, str, torch.dtype]:
-    text, arithmetic, dtype = PROCESSORS[request.param]
+def processor(request, tmp_path: Path) -> tuple[Path, str, torch.dtype, torch.dtype]:
+    text, *answers = PROCESSORS[request.param]
     facts = tmp_path / "cpuinfo"
     facts.write_text(f"processor\t: 0\n{text}\n", encoding="ascii")
-    return facts, arithmetic, dtype
+    return facts, *answers
 
 
 def test_a_processor_computes_in_what_it_announces(processor) -> None:
-    facts, arithmetic, dtype = processor
+    facts, arithmetic, dtype, half = processor
     assert cpu_arithmetic(torch.bfloat16, facts) == arithmetic
     assert quick_dtype(torch.bfloat16, "cpu", facts) is dtype
+    assert quick_dtype(torch.float16, "cpu", facts) is half
     assert quick_dtype(torch.float32, "cpu", facts) is torch.float32
-
-
-def test_half_precision_is_another_question(tmp_path: Path) -> None:
-    facts = tmp_path / "cpuinfo"
-    facts.write_text("flags : avx512_bf16\n", encoding="ascii")
-    assert quick_dtype(torch.float16, "cpu", facts) is torch.float32
-    facts.write_text("flags : avx512_bf16 avx512_fp16\n", encoding="ascii")
-    assert quick_dtype(torch.float16, "cpu", facts) is torch.float16
 
 
 def test_where_the_system_does_not_say_weights_stay_as_they_are(tmp_path: Path) -> None:
@@ -66,7 +59,7 @@ def test_a_gpu_before_ampere_computes_in_float16(monkeypatch, capability, dtype)
 
 
 def test_the_owner_of_a_slow_model_is_told_once(processor, monkeypatch, caplog) -> None:
-    facts, _, dtype = processor
+    facts, _, dtype, _ = processor
     monkeypatch.setattr(devices, "_said", set())
     model = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu"))
     with caplog.at_level(logging.WARNING):
@@ -80,7 +73,7 @@ def test_the_owner_of_a_slow_model_is_told_once(processor, monkeypatch, caplog) 
 
 
 def test_the_doctor_knows_of_a_quicker_type_than_float32(processor) -> None:
-    facts, arithmetic, dtype = processor
+    facts, arithmetic, dtype, _ = processor
     model = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
     advice = precision_advice(model, facts)
     assert bool(advice) == (dtype is torch.bfloat16)

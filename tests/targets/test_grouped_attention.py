@@ -122,19 +122,6 @@ def test_parts_of_the_keys_give_together_what_all_keys_give(monkeypatch, parts, 
     torch.testing.assert_close(out, with_copies(query, key, value, mask, scale=0.4), rtol=0, atol=1e-6)
 
 
-def test_parts_are_views_of_the_keys(monkeypatch):
-    query, key, value = states(2, 1, 4, 301)
-    seen = []
-
-    def watched(query, key, value, mask, scale):
-        seen.append((key.untyped_storage().data_ptr(), value.untyped_storage().data_ptr()))
-        return exact_kernel(query, key, value, mask, scale)
-
-    monkeypatch.setattr(in_parts, "attention_and_sums", watched)
-    attention_in_parts(query, key, value, None, 4)
-    assert seen == [(key.untyped_storage().data_ptr(), value.untyped_storage().data_ptr())] * 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_hidden_stays_finite_in_the_kernels_arithmetic(dtype):
     for mask in (torch.tensor([0.0, torch.finfo(dtype).min]).to(dtype), torch.tensor([True, False])):
