@@ -18,11 +18,7 @@ from eagle31_hf.graphs.ahead.kept import CACHE_VARIABLE
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.stats import PhaseClock
 from helpers import SHARED
-from hub_stand_in import hub
 from slices import shared_out, sliced, spread
-
-__all__ = ["hub"]  # a fixture of all
-
 
 CONTRACT_CASES = 3
 """One in so many of each contract test's cases is run by `make test`, on one of the two versions of transformers."""

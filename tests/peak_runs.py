@@ -39,6 +39,7 @@ class PeakRun:
     batch: int = 1
     draft_tokens: int = 6
     tree_size: int | None = None
+    tree_width: int | None = None
     prefill_chunk: int | None = 1024  # `None`: the prompt at once
     cache_type: str = "full"
     drafter_precision: str = "full"
@@ -58,6 +59,7 @@ class PeakRun:
             batch=self.batch,
             draft_tokens=self.draft_tokens,
             tree_size=self.tree_size,
+            tree_width=self.tree_width,
             prefill_chunk=self.prefill_chunk or self.prompt_tokens,
             cache_type=self.cache_type,
             drafter_precision=self.drafter_precision,
@@ -67,12 +69,12 @@ class PeakRun:
 RUNS = (
     PeakRun(four_bit=True),
     PeakRun(four_bit=True, context=32768, cache_type="int8"),
-    PeakRun(four_bit=True, tree_size=60, prefill_chunk=None),
+    PeakRun(four_bit=True, tree_size=60, tree_width=5, prefill_chunk=None),
     PeakRun(four_bit=True, context=4096, batch=4, draft_tokens=3, drafter_precision="nf4"),
     PeakRun(context=4096, prefill_chunk=None),
     PeakRun(context=32768, drafter_precision="int8"),
     PeakRun(context=4096, batch=4, tree_size=24, prefill_chunk=512, cache_type="int8"),
-    PeakRun(four_bit=True, tree_size=60, cache_type="int8", drafter_precision="nf4"),
+    PeakRun(four_bit=True, tree_size=60, tree_width=5, cache_type="int8", drafter_precision="nf4"),
 )
 """Chains and trees, prompts in chunks and at once, one row and four, both caches, every drafter precision."""
 

@@ -64,13 +64,10 @@ def test_a_draft_after_a_rest_waits_for_the_drafter_to_read() -> None:
     assert rested.seconds == 1.0 + (0.25 + 1.5) + 1.5 + 1.0
 
 
-@pytest.mark.parametrize("other", [DraftPlan.skip(), DraftPlan(DraftShape(1), tokens=((99,),))], ids=["rest", "lookup"])
-def test_a_draft_behind_other_rounds_takes_what_resuming_does(other: DraftPlan) -> None:
-    one, table = DraftPlan(DraftShape(1)), TABLE._replace(resume_s=2.0)
-    plans, trace = [one, other, one, one, one], DraftTrace((0,) * 5, written=(1, 2, 3, 4, 5))
-    others_s = table.lookup_s[1] if other.tokens else 1.0
-    found = replay(Told(plans), trace, table, DraftShape(3))
-    assert found.seconds == 1.5 + others_s + (2.0 + 1.5) + 1.5 + 1.0
+def test_a_draft_after_a_lookup_waits_for_nothing() -> None:
+    one, lookup = DraftPlan(DraftShape(1)), DraftPlan(DraftShape(1), tokens=((99,),))
+    found = replay(Told([one, lookup, one, one]), DraftTrace((0,) * 4, written=(1, 2, 3, 4)), TABLE, DraftShape(3))
+    assert found.seconds == 1.5 + 1.25 + 1.5 + 1.0
 
 
 def test_doubt_ends_a_chain() -> None:

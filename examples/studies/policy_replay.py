@@ -42,13 +42,11 @@ class RoundSeconds(NamedTuple):
     Attributes:
         speculative_s: the drafter drafted them.
         lookup_s: they were taken from the text itself.
-        resume_s: that the drafter's first draft behind other rounds takes beyond its later ones.
         reading_s: of the drafter over what it has missed.
     """
 
     speculative_s: tuple[float, ...]
     lookup_s: tuple[float, ...]
-    resume_s: float = 0.0
     reading_s: float = 0.0
 
 
@@ -217,7 +215,6 @@ def replay(
     """Write the trace's text by the policy's plans for one row of chains.
 
     The drafter's first draft after a round without any waits until it has read what it missed.
-    Behind a round of other drafts it takes what the table says of resuming.
 
     Args:
         policy: a new one, as for a generation of its own.
@@ -229,7 +226,7 @@ def replay(
     sequences = WrittenText(trace.prompt or (0,))
     (new,) = sequences.new
     seconds, rounds = 0.0, []
-    resume_s = 0.0  # what its next draft takes beyond others
+    missed = False  # whether the drafter has not read what the last round wrote
     while len(new) < len(tokens):
         remaining = len(tokens) - len(new)
         state = RoundState(largest, [0], sequences, remaining)
@@ -237,11 +234,9 @@ def replay(
         done = _round(plan, trace, len(new), remaining)
         rounds.append(done)
         round_s = (table.lookup_s if done.looked_up else table.speculative_s)[done.drafted]
-        is_its_own = done.drafted > 0 and not done.looked_up
-        if is_its_own:
-            round_s, resume_s = round_s + resume_s, 0.0
-        else:
-            resume_s = table.resume_s if done.drafted else max(table.resume_s, table.reading_s)
+        if missed and done.drafted and not done.looked_up:
+            round_s += table.reading_s
+        missed = not done.drafted
         seconds += round_s
         new.extend(tokens[done.at : done.at + done.accepted + 1])
         if plan is not None:
@@ -328,11 +323,6 @@ def planner_of(machine: Machine) -> MakePolicy:
     costs = RoundCosts(STEP_SHARE, shape.depth, WIDTH if machine.graphs else width)
     lengths = (shape.depth,) if machine.graphs else ()
     return lambda _text, _machine: (Planner(shape, lambda _rows: costs, lengths=lengths), shape)
-
-
-WAYS = ("default", "default, costs known")
-"""Whose counts are kept: those of the default before planners, on a machine that was not measured, and on one that
-was."""
 
 
 def default_counts(texts: Sequence[KeptText]) -> dict[str, list[Counts]]:

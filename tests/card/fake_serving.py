@@ -13,8 +13,9 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.graphs import captured, seen
 from eagle31_hf.sampling.draw import FreshNoise
 from eagle31_hf.serving.batch import Batch
-from eagle31_hf.serving.rows import Row, choose_as_generate
+from eagle31_hf.serving.rows import ServedText
 from eagle31_hf.serving.text import Request, Sampling
+from helpers import demo_tokenizer
 
 DRAFTED = 5
 
@@ -46,7 +47,7 @@ def serve(
         drafter.binding.masked_attention(),
         torch.no_grad(),
     ):
-        batch = Batch(drafter, max_rows=rows, context=4096, prefill_chunk=512)
+        batch = Batch(drafter, demo_tokenizer(), max_rows=rows, context=4096, prefill_chunk=512)
         for row in range(rows):
             read(batch, [5] * (1100 + 10 * row), sampling)
         works = []
@@ -59,12 +60,10 @@ def serve(
 
 
 def read(batch: Batch, prompt: list[int], sampling: Sampling) -> None:
-    request = Request(tuple(prompt), 100, sampling, ignore_eos=True)
-    writer: Any = Writer()
-    chooser = choose_as_generate(batch.binding.model, request, device=torch.device("cpu"))
-    chooser._noise = FreshNoise(batch.binding.text_config.vocab_size, CARD)  # a card's generators are not there
-    left = batch.begin(Row(request, writer, chooser))
-    while left > 0:
-        batch.read(min(left, 512))
-        left -= 512
+    text: Any = ServedText(Request(tuple(prompt), 100, sampling), lambda event: None)
+    batch.begin(text)
+    text.writer = Writer()
+    text.chooser._noise = FreshNoise(batch.binding.text_config.vocab_size, CARD)  # a card's generators are not there
+    while batch.to_read:
+        batch.read(min(batch.to_read, 512))
     batch.join()

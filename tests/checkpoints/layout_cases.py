@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import transformers as hf
-from tiny_checkpoints import random_tensors, save
+from tiny_checkpoints import random_tensors, save, save_shards
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
@@ -45,8 +45,10 @@ class Case:
         prefix, wrapper: of the first layer's tensors, and of all but the head's.
         layers: of the drafter. norms: on query and key heads. aux_norm: on what it taps, `"per_slot"` or
             `"concatenated"`. whole: its head has a row for every token.
-        own_head, embeds: whether the file has a head and an embedding, or the target's are meant.
-        renames: names of tensors that this file alone has. dtype: what floats are stored in. file: their file.
+        own_head, embeds: whether the file has a head and an embedding, or the target's are meant. fc_bias: a bias on
+            `fc`. target_width: of the states it reads.
+        renames: names of tensors that this file alone has. dtype, map_dtype: what floats and `d2t` are stored in.
+        file: what they lie in, or `"shards"`.
     """
 
     config: dict[str, Any]
@@ -62,8 +64,11 @@ class Case:
     latent: bool = False
     own_head: bool = True
     embeds: bool = True
+    fc_bias: bool = False
+    target_width: int = WIDTH
     renames: Mapping[str, str] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    map_dtype: torch.dtype = torch.int64
     file: str = "model.safetensors"
     layer_config: str = ""
 
@@ -91,7 +96,9 @@ class Case:
 
 def network(case: Case) -> dict[str, Tensor]:
     """Its tensors without prefixes."""
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (WIDTH, len(case.tapped) * WIDTH)}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (WIDTH, len(case.tapped) * case.target_width)}
+    if case.fc_bias:
+        shapes["fc.bias"] = (WIDTH,)
     norms = {"norm": WIDTH, "hidden_norm": WIDTH}
     for number in range(case.layers):
         prefix = f"layers.{number}." if number else ""
@@ -103,15 +110,16 @@ def network(case: Case) -> dict[str, Tensor]:
     if case.embeds:
         shapes["embed_tokens.weight"] = (VOCABULARY, WIDTH)
     if case.aux_norm == "per_slot":
-        norms |= {f"fc_norm.{slot}": WIDTH for slot in range(len(case.tapped))}
+        norms |= {f"fc_norm.{slot}": case.target_width for slot in range(len(case.tapped))}
     elif case.aux_norm:
-        norms["input_norm"] = len(case.tapped) * WIDTH
+        norms["input_norm"] = len(case.tapped) * case.target_width
     tensors = {name: tensor * 1.5 / tensor.shape[-1] ** 0.5 for name, tensor in random_tensors(shapes).items()}
     with seeded(3):
         tensors |= {f"{name}.weight": 1 + 0.2 * torch.randn(width) for name, width in norms.items()}
         tensors = {name: tensor.to(case.dtype) for name, tensor in tensors.items()}
         if not case.whole:
-            tensors["d2t"] = torch.randperm(VOCABULARY)[:DRAFTS].sort().values - torch.arange(DRAFTS)
+            ids = torch.randperm(VOCABULARY)[:DRAFTS].sort().values
+            tensors["d2t"] = (ids - torch.arange(DRAFTS)).to(case.map_dtype)
     return tensors
 
 
@@ -149,15 +157,17 @@ def stored(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write(case: Case, tensors: dict[str, Tensor], folder: Path) -> Path:
+    if case.file == "shards":
+        return save_shards(folder, case.whole_config, stored(case, tensors))
     return save(folder, case.whole_config, stored(case, tensors), case.file)
 
 
 @cache
-def make_target(layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Any:
+def make_target(layers: int, width: int = WIDTH) -> Any:
     """Shared: leave it as it is."""
     return random_target(
         hf.LlamaConfig(
-            vocab_size=vocabulary, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=layers,
+            vocab_size=VOCABULARY, hidden_size=width, intermediate_size=64, num_hidden_layers=layers,
             num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
             initializer_range=0.2, bos_token_id=1, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
         ),
@@ -184,9 +194,7 @@ def first_logits(eagle: Eagle31Drafter, target: Any, ids: Tensor) -> list[Tensor
 
 
 @torch.no_grad()
-def reference_logits(
-    case: Case, tensors: dict[str, Tensor], target: Any, ids: Tensor, embed: Callable[[Tensor], Tensor] | None = None
-) -> list[Tensor]:
+def reference_logits(case: Case, tensors: dict[str, Tensor], target: Any, ids: Tensor) -> list[Tensor]:
     before_norm: list[Tensor] = []
     with target.model.norm.register_forward_pre_hook(lambda _, given: before_norm.append(given[0])):
         out = target(ids, output_hidden_states=True)
@@ -197,10 +205,13 @@ def reference_logits(
     theta = plain_frequencies(fields.get("rope_theta") or DEFAULT_THETA, case.head_dim)
     kwargs = {"frequencies": theta, "eps": fields["rms_norm_eps"], **case.means}
     rows = tensors.get("embed_tokens.weight", target.get_input_embeddings().weight)
-    w = {"lm_head.weight": target.get_output_embeddings().weight, **tensors}
+    head = target.get_output_embeddings().weight
+    if not case.own_head and not case.whole:
+        head = head[torch.arange(DRAFTS) + tensors["d2t"]]
+    w = {"lm_head.weight": head, **tensors}
     w = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in w.items()}
     reference = Reference(w, HEADS, KV_HEADS, latent=LATENT if case.latent else None, **kwargs)
-    return reference.chain(aux, lambda tokens: (embed or rows.__getitem__)(tokens).double(), following, STEPS)
+    return reference.chain(aux, lambda tokens: rows[tokens].double(), following, STEPS)
 
 
 def prompt() -> Tensor:

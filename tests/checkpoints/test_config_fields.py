@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny_checkpoints import PLAIN, layout, save, speculators_config, with_field
 
 from eagle31_hf.checkpoints import FORMATS, read_checkpoint, write_checkpoint
@@ -160,17 +159,24 @@ def test_settings_of_one_value_may_stand_in_any_place(tmp_path) -> None:
     assert read(tmp_path, PLAIN | twice)["rope_parameters"]["original_max_position_embeddings"] == 64
 
 
-def test_what_a_target_left_in_a_config_is_not_written_again(tmp_path) -> None:
-    """A format whose classes ignore it may hold it; the format it is written to would obey it."""
-    left = {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 5,
-        "final_logit_softcapping": 30.0,
-    }
-    config = PLAIN | {"architectures": ["LlamaEagle3DraftModel"]} | left
-    tensors = layout("layers.0", "model.") | {"model.embed_tokens.weight": torch.randn(20, 8)}
-    once = read_checkpoint(save(tmp_path / "a", config, tensors))
+LEFT_BY_A_TARGET = {
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+OF_NEMO = PLAIN | {"architectures": ["LlamaEagle3DraftModel"]} | LEFT_BY_A_TARGET
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "left"),
+    [
+        (OF_NEMO, ("layers.0", "model."), LEFT_BY_A_TARGET.keys()),  # its classes ignore what the format written obeys
+        (
+            speculators_config(training_note="9"), ("layers.0", ""),
+            {"speculators_config", "speculators_model_type", "transformer_layer_config", "auto_map", "training_note"},
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_drafters_is_not_written_again(tmp_path, config, names, left) -> None:
+    once = read_checkpoint(save(tmp_path / "a", config, layout(*names)))
     write_checkpoint(once, tmp_path / "b")
-    stored = json.loads((tmp_path / "b" / "config.json").read_text())
-    assert not left.keys() & stored.keys()
+    assert not left & json.loads((tmp_path / "b" / "config.json").read_text()).keys()
     assert read_checkpoint(tmp_path / "b").config.to_dict() == once.config.to_dict()

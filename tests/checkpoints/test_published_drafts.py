@@ -7,6 +7,7 @@ depth of its target. What its maker's code makes of them is said beside them, wh
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from layout_cases import (
     LATENT_FIELDS,
     LAYERS,
     STEPS,
-    VOCABULARY,
     WIDTH,
     Case,
     assert_same_logits,
@@ -26,10 +26,8 @@ from layout_cases import (
     network,
     prompt,
     reference_logits,
-    stored,
     write,
 )
-from tiny_checkpoints import save, save_shards
 from torch import Tensor
 from torch.nn.functional import gelu
 
@@ -158,6 +156,14 @@ HUB = {
     "Step 3.5 Flash": Case(
         {"rope_theta": 10000.0, "head_dim": WIDE_HEADS} | ids(3, 19, 39), depth=45, taps=(3, 19, 39), embeds=False
     ),
+    "SafeAILab, in two files and an index": Case(SAFEAILAB, depth=32, embeds=False, file="shards"),
+    "nebius, a map in 32 bits under another size": Case(
+        SAFEAILAB | {"draft_vocab_size": ..., "truncated_vocab_size": 60, "rope_theta": 5e5, "rope_scaling": {
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+        }},
+        {"frequencies": Yarn(4.0, 64).frequencies(5e5, HEAD_DIM), "rotary_scale": 0.1 * math.log(4.0) + 1},
+        depth=32, map_dtype=torch.int32,
+    ),
     "MiniCPM4": Case(SAFEAILAB | {"draft_vocab_size": 60}, depth=32, embeds=False),
     "MiniMax M3, 3.1": Case(
         {"fc_norm": True, "norm_output": True}, {"norm_output": True}, depth=62, aux_norm="per_slot",
@@ -272,6 +278,19 @@ def longrope(max_length: int, original: int) -> float:
     return math.sqrt(1 + math.log(max_length / original) / math.log(original))
 
 
+LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+PLAIN_TURNS = plain_frequencies(1e6, HEAD_DIM)
+
+
+def llama_3_frequencies() -> Tensor:
+    """Short waves stay, long ones are stretched."""
+    keep = ((64 * PLAIN_TURNS / (2 * math.pi) - 1.0) / (4.0 - 1.0)).clamp(0, 1)
+    return PLAIN_TURNS * keep + PLAIN_TURNS / 8.0 * (1 - keep)
+
+
 GEMMA_ROPES = {
     FULL: {"rope_type": "default", "rope_theta": 3e5}, SLIDING: {"rope_type": "default", "rope_theta": 2e4},
 }  # fmt: skip
@@ -353,8 +372,28 @@ UNUSUAL = {
         latent=True,
         **NEMO_NAMES,
     ),
+    "a wider target": Case({"target_hidden_size": 48}, target_width=48),
+    "a wider target, each state normed": Case(
+        {"target_hidden_size": 48, "fc_norm": True}, aux_norm="per_slot", target_width=48
+    ),
+    "a bias on fc": Case({"bias": True}, fc_bias=True),
+    "rows of the target's head": Case({}, own_head=False),
+    "linear": Case({"rope_scaling": {"type": "linear", "factor": 4.0}}, {"frequencies": PLAIN_TURNS / 4}),
+    "llama3": Case({"rope_scaling": LLAMA_3}, {"frequencies": llama_3_frequencies()}),
     "latent sizes of the target": Case(LATENT_FIELDS),
     "latent sizes of the target, NeMo": Case(NEMO_LLAMA | LATENT_FIELDS, **NEMO_NAMES),
+}  # fmt: skip
+
+# --- the forms of the network, in every combination ---------------------------------------------------------------
+
+AUX_NORMS = {"": {}, "per_slot": {"fc_norm": True}, "concatenated": {"norm_before_fc": True}}
+FORMS = {
+    f"{norm or 'no'} norm, norm_output={output}, norm_before_residual={before}, {layers} layers": Case(
+        {**AUX_NORMS[norm], "norm_output": output, "norm_before_residual": before, "num_hidden_layers": layers},
+        {"norm_output": output, "norm_before_residual": before},
+        aux_norm=norm, layers=layers, norms=output != before,
+    )
+    for norm, output, before, layers in product(AUX_NORMS, (False, True), (False, True), (1, 4))
 }  # fmt: skip
 
 MAKERS = {
@@ -366,57 +405,23 @@ MAKERS = {
     "ModelOpt": MODELOPT,
     "NeMo": OF_NEMO,
     "unusual": UNUSUAL,
+    "forms": FORMS,
 }
 PUBLISHED = {f"{maker}, {name}": case for maker, cases in MAKERS.items() for name, case in cases.items()}
-
-
-def assert_drafts_are_the_formulas(folder: Path, case: Case, tensors: dict[str, torch.Tensor]) -> None:
-    target, inputs = make_target(case.depth), prompt()
-    eagle = Eagle31Drafter.from_pretrained(folder, target=target, dtype=torch.float32)
-    got = first_logits(eagle, target, inputs)
-    assert_same_logits(got, reference_logits(case, tensors, target, inputs))
-    with configured(eagle, num_assistant_tokens=STEPS):
-        assert_same_text(target, eagle, inputs, do_sample=False, max_new_tokens=12)
-    # What is written of it means the same.
-    eagle.save_pretrained(folder / "again", format="speculators" if case.norms else None)
-    again = Eagle31Drafter.from_pretrained(folder / "again", target=target)
-    for ours, theirs in zip(first_logits(again, target, inputs), got, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.thorough(every=4)
 def test_drafts_are_the_formulas(name: str, tmp_path: Path) -> None:
     case = PUBLISHED[name]
-    tensors = network(case)
-    assert_drafts_are_the_formulas(write(case, tensors, tmp_path), case, tensors)
-
-
-def test_a_map_in_32_bits_under_another_size(tmp_path: Path) -> None:
-    """nebius."""
-    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    case = Case(
-        SAFEAILAB | {"draft_vocab_size": ..., "truncated_vocab_size": 60, "rope_theta": 5e5, "rope_scaling": yarn},
-        {"frequencies": Yarn(4.0, 64).frequencies(5e5, HEAD_DIM), "rotary_scale": 0.1 * math.log(4.0) + 1},
-        depth=32,
-    )
-    tensors = network(case)
-    folder = save(tmp_path, case.whole_config, stored(case, tensors | {"d2t": tensors["d2t"].int()}))
-    assert_drafts_are_the_formulas(folder, case, tensors)
-
-
-def test_two_files_and_their_index(tmp_path: Path) -> None:
-    case = Case(LLAMA, depth=32)
-    tensors = network(case)
-    save_shards(tmp_path, case.whole_config, stored(case, tensors))
-    assert_drafts_are_the_formulas(tmp_path, case, tensors)
-
-
-def test_tokens_the_target_has_and_the_file_does_not_have_the_targets_rows(tmp_path: Path) -> None:
-    case, target = Case({}), make_target(vocabulary=VOCABULARY + 5)
-    tensors = network(case)
-    eagle = Eagle31Drafter.from_pretrained(write(case, tensors, tmp_path), target=target)
-    ids = torch.tensor([[7, 9, VOCABULARY + 1, 11, VOCABULARY + 4, 50, 60, VOCABULARY]])
-    rows = torch.cat((tensors["embed_tokens.weight"], target.get_input_embeddings().weight[VOCABULARY:].detach()))
-    wanted = reference_logits(case, tensors, target, ids, rows.__getitem__)
-    assert_same_logits(first_logits(eagle, target, ids), wanted)
+    tensors, target, inputs = network(case), make_target(case.depth, case.target_width), prompt()
+    eagle = Eagle31Drafter.from_pretrained(write(case, tensors, tmp_path), target=target, dtype=torch.float32)
+    got = first_logits(eagle, target, inputs)
+    assert_same_logits(got, reference_logits(case, tensors, target, inputs))
+    with configured(eagle, num_assistant_tokens=STEPS):
+        assert_same_text(target, eagle, inputs, do_sample=False, max_new_tokens=12)
+    # What is written of it means the same.
+    eagle.save_pretrained(tmp_path / "again", format="speculators" if case.norms else None)
+    again = Eagle31Drafter.from_pretrained(tmp_path / "again", target=target)
+    for ours, theirs in zip(first_logits(again, target, inputs), got, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from tiny_checkpoints import PLAIN, SPECFORGE, layout, save, speculators_config
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.checkpoints import expected_shapes, inspect_checkpoint, read_checkpoint
+from eagle31_hf.checkpoints import inspect_checkpoint, read_checkpoint
 from eagle31_hf.errors import CheckpointFormatError
 from families import recurrent_target
 from helpers import SHARED, assert_same_text
@@ -25,11 +25,8 @@ def test_reads_the_trained_demo_drafters(name, method, aux_norm):
     config = checkpoint.config
     assert (config.hidden_size, config.vocab_size, config.draft_vocab_size) == (256, 8192, 4096)
     assert (config.aux_norm, config.norm_output, config.num_hidden_layers) == (aux_norm, name == "eagle31", 1)
-    assert checkpoint.format == "plain"
-    assert checkpoint.tensors["d2t"].dtype == torch.int64
     assert checkpoint.tensors["fc.weight"].dtype == config.dtype == torch.bfloat16
-    assert {n: tuple(t.shape) for n, t in checkpoint.tensors.items()} == expected_shapes(config)
-    assert summary.method == method
+    assert (checkpoint.format, summary.method) == ("plain", method)
     assert summary.stored_bytes == sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
     json.dumps(summary.to_dict())
 
@@ -83,50 +80,34 @@ def test_dtype_is_converted_but_not_the_map(tmp_path):
     assert checkpoint.tensors["d2t"].dtype == torch.int64
 
 
-def test_new_and_legacy_rope_mean_the_same(tmp_path):
-    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
-    legacy = PLAIN | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **llama3}}
-    new = PLAIN | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **llama3}, "rope_theta": 1e4}
-    ropes = [read_checkpoint(save(tmp_path, c, layout("midlayer"))).config.rope_parameters for c in (legacy, new)]
-    assert ropes[0] == ropes[1]
-    assert ropes[0]["rope_theta"] == 5e5
-
-
 # --- published for targets of which most layers keep states ----------------------------------------------------------
 # Every block counts, whatever it keeps: Nemotron's experts have blocks of their own.
 
 NEMOTRON = ["linear_attention", "moe", "linear_attention", "moe", "linear_attention", "full_attention", "moe"]
-HYBRID_DRAFTERS = {
-    # Qwen3.5-MoE, by speculators, whose ids are those of the states that enter layers
-    "a1-agents": (speculators_config(eagle_aux_hidden_state_layer_ids=[3, 19, 39]), "layers.0", 40, [3, 19, 39]),
-    # Nemotron-Cascade-2-30B-A3B, whose drafter sees a window
-    "cascade": (
-        PLAIN | {IDS: [2, 26, 48], "sliding_window": 4096, "layer_types": ["sliding_attention"]},
-        "midlayer",
-        52,
-        [2, 26, 48],
-    ),
-}
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "fields"),
+    ("config", "first_layer", "layers", "family", "fields"),
     [
-        ("a1-agents", "qwen3_5_moe_text", {"num_hidden_layers": 40, "layer_types": None}),
-        ("cascade", "nemotron_h", {"layers_block_type": (NEMOTRON * 8)[:52]}),
+        (  # Qwen3.5-MoE, by speculators, whose ids are those of the states that enter layers
+            speculators_config(**{IDS: [3, 19, 39]}), "layers.0", [3, 19, 39],
+            "qwen3_5_moe_text", {"num_hidden_layers": 40, "layer_types": None},
+        ),
+        (  # Nemotron-Cascade-2-30B-A3B, whose drafter sees a window
+            PLAIN | {IDS: [2, 26, 48], "sliding_window": 4096, "layer_types": ["sliding_attention"]}, "midlayer",
+            [2, 26, 48], "nemotron_h", {"layers_block_type": (NEMOTRON * 8)[:52]},
+        ),
     ],
-)
+)  # fmt: skip
 @pytest.mark.thorough(every=2)
-def test_a_drafter_for_a_hybrid_reads_its_blocks_and_writes_its_text(tmp_path, name, family, fields):
-    config, first_layer, blocks, layers = HYBRID_DRAFTERS[name]
-    sizes = {"hidden_size": 8, "vocab_size": 20, "intermediate_size": 12}
-    target = recurrent_target(family, **sizes, **fields)
+def test_a_drafter_for_a_hybrid_reads_its_blocks_and_writes_its_text(
+    tmp_path, config, first_layer, layers, family, fields
+):
+    target = recurrent_target(family, hidden_size=8, vocab_size=20, intermediate_size=12, **fields)
     drafter = Eagle31Drafter.from_pretrained(save(tmp_path, config, layout(first_layer)), target=target)
-    binding = drafter.binding
-    assert len(binding.layers) == blocks
     ids = torch.tensor([[3, 5, 7, 11]])
-    with torch.no_grad(), binding.capturing():
+    with torch.no_grad(), drafter.binding.capturing():
         out = target(ids, output_hidden_states=True)
-        aux = binding.take_aux()
+        aux = drafter.binding.take_aux()
     assert torch.equal(aux, torch.cat([out.hidden_states[layer] for layer in layers], -1))
     assert_same_text(target, drafter, ids, do_sample=False, max_new_tokens=8, pad_token_id=0)

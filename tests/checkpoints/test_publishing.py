@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import huggingface_hub
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from typer.testing import CliRunner
 
 from eagle31_hf import Eagle31Drafter
@@ -19,7 +22,6 @@ from eagle31_hf.cli import app
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import PublishingError
 from helpers import DEMO_DRAFTER
-from hub_stand_in import READER, WRITER, StandInHub
 
 COUNTS = {"depth": 2, "rounds": 10, "accepted": 15, "drafted_at": [10, 9], "accepted_at": [8, 7]}
 RECORD: dict[str, Any] = {
@@ -43,6 +45,44 @@ RECORD: dict[str, Any] = {
 }
 
 
+class StandInHub:
+    """What a repository `owner/...` holds after calls of `huggingface_hub.HfApi`, whose signatures it has.
+
+    Attributes:
+        commits: message of each to the files it holds.
+    """
+
+    def __init__(self) -> None:
+        self.commits: dict[str, dict[str, bytes]] = {}
+        self.is_private: bool | None = None
+
+    def api(self, token: str | bool | None = None, library_name: str | None = None) -> Any:
+        def make(repo_id: str, *, private: bool | None, exist_ok: bool) -> Any:
+            if token is False or token == "reader" or not repo_id.startswith("owner/"):
+                refused = ConnectionError("refused")
+                refused.response = SimpleNamespace(status_code=401 if token is False else 403)
+                raise refused
+            self.is_private = private
+            return SimpleNamespace(repo_id=repo_id)
+
+        def commit(*, folder_path: Path, allow_patterns: list[str], commit_message: str, **_: Any) -> Any:
+            files = {str(path.relative_to(folder_path)): path for path in folder_path.rglob("*.*")}
+            allowed = [name for name in files if any(fnmatch.fnmatch(name, each) for each in allow_patterns)]
+            self.commits[commit_message] = {name: files[name].read_bytes() for name in allowed}
+            return SimpleNamespace(pr_url=None, commit_url="https://hub/owner/drafter/commit/abc")
+
+        api = create_autospec(HfApi, instance=True)
+        api.create_repo.side_effect, api.upload_folder.side_effect = make, commit
+        return api
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> StandInHub:
+    hub = StandInHub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub.api)
+    return hub
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A trained drafter as `eagle31 train` leaves it, and what must stay at home beside it."""
@@ -58,14 +98,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def assert_published(hub: StandInHub, folder: Path, repo_id: str = "owner/drafter") -> None:
-    files = hub.repositories[repo_id].files
+    (files,) = hub.commits.values()  # all at once, or none
     assert set(files) == {"README.md", "config.json", "model.safetensors", "training_report.json"}
     for name in ("config.json", "model.safetensors", "training_report.json"):
         assert files[name] == (folder / name).read_bytes()
     card = files["README.md"].decode()
     assert card == fill_card(folder, repo_id)
     assert "| chat | stage1 | 2.500 | 0.80 0.78 |" in card
-    assert all(f'"{repo_id}"' in card or repo_id in card for _ in range(1))
     assert ModelCard(card).data.library_name == "eagle31_hf"
 
 
@@ -76,9 +115,8 @@ def test_push_to_hub_uploads_card_and_report_with_the_weights(hub, folder):
     address = Eagle31Drafter.from_pretrained(folder).push_to_hub("owner/drafter", commit_message="first", private=True)
     assert_published(hub, folder)
     assert address.endswith("/owner/drafter/commit/abc")
-    assert hub.repositories["owner/drafter"].messages == ["first"]
-    assert hub.repositories["owner/drafter"].private
-    assert sum("/commit/" in request for request in hub.requests) == 1  # all files or none
+    assert [*hub.commits] == ["first"]
+    assert hub.is_private
 
 
 def test_save_pretrained_with_push_uploads_what_lies_there(hub, folder):
@@ -91,25 +129,26 @@ def test_a_drafter_without_evidence_is_saved_and_not_uploaded(hub, tmp_path):
     with pytest.raises(PublishingError, match=r"neither README\.md nor training_report\.json"):
         drafter.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="owner/drafter")
     assert Eagle31Drafter.from_pretrained(tmp_path / "saved").config.hidden_size == 256
-    assert not hub.requests
+    assert not hub.commits
 
 
 @pytest.mark.parametrize(
     ("token", "repo_id", "message"),
     [
-        (READER, "owner/drafter", "may not write to owner/drafter.*write rights for owner"),
-        (WRITER, "stranger/drafter", "may not write to stranger/drafter"),
+        ("reader", "owner/drafter", "may not write to owner/drafter.*write rights for owner"),
+        (None, "stranger/drafter", "may not write to stranger/drafter"),
         (False, "owner/drafter", "wants a token"),
     ],
 )
 def test_a_token_without_rights_is_told_so(hub, folder, token, repo_id, message):
     with pytest.raises(PublishingError, match=message):
         Eagle31Drafter.from_pretrained(folder).push_to_hub(repo_id, token=token)
-    assert not any(repository.files for repository in hub.repositories.values())
+    assert not hub.commits
 
 
-def test_no_network_and_a_name_that_is_none(hub, folder, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+def test_no_network_and_a_name_that_is_none(folder, monkeypatch):
+    for name, value in {"ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": False}.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
     with pytest.raises(PublishingError, match="nothing was committed"):
         Eagle31Drafter.from_pretrained(folder).push_to_hub("owner/drafter")
     with pytest.raises(PublishingError, match="wanted a Hub id"):
@@ -183,6 +222,17 @@ def test_a_card_filled_for_one_repository_is_filled_anew_for_another(folder):
     assert prepare_upload(folder, "owner/other", license="mit").card == fill_card(folder, "owner/other", license="mit")
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_card_and_record_go_along_into_another_layout(folder, tmp_path, by_hand):
+    if by_hand:
+        (folder / "README.md").write_text("# Mine\n")
+    other = tmp_path / "other"
+    done = CliRunner().invoke(app, ["convert", str(folder), str(other), "--format", "speculators"])
+    assert done.exit_code == 0, done.output
+    assert (other / "training_report.json").read_bytes() == (folder / "training_report.json").read_bytes()
+    assert (other / "README.md").read_text() == ("# Mine\n" if by_hand else fill_card(other, "other"))
+
+
 def test_a_path_of_this_machine_is_not_published(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"target_model": {"name_or_path": "/home/me/target"}}))
@@ -201,7 +251,7 @@ def test_the_command_shows_and_uploads_only_when_told(hub, folder, tmp_path):
     assert "model.safetensors" in shown.stdout
     assert "texts.jsonl" not in shown.stdout
     assert json.loads(record.read_text())["uploaded"] is None
-    assert not hub.requests
+    assert not hub.commits
     done = CliRunner().invoke(app, ["push", str(folder), "owner/drafter", "--upload"])
     assert "uploaded: " in done.stdout, done.output
     assert_published(hub, folder)

@@ -47,7 +47,7 @@ ODD_TENSORS = {
     "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     "sparse": torch.eye(8).to_sparse(),
     "meta": torch.empty(8, device="meta"),
-    "repeated": torch.ones(1).expand(8),
+    "repeated": torch.ones(1).expand(100_000, 1_000_000),  # 400 GB of one stored number
 }
 
 
@@ -56,30 +56,6 @@ def test_pickled_tensors_that_are_not_plain(tmp_path, kind):
     tensors = layout("midlayer") | {"norm.weight": ODD_TENSORS[kind]}
     folder = save(tmp_path, PLAIN, tensors, "pytorch_model.bin")
     assert_refused(folder, "norm.weight.*wanted plain tensors", Eagle31Error)
-
-
-def test_a_pickle_cannot_claim_more_than_it_holds(tmp_path):
-    """Without a look at the storage this loads 400 GB of one stored number."""
-    huge = torch.ones(1).expand(100_000, 1_000_000)
-    save(
-        tmp_path,
-        PLAIN | {"intermediate_size": 100_000},
-        layout("midlayer") | {"norm.weight": huge},
-        "pytorch_model.bin",
-    )
-    assert_refused(tmp_path, "norm.weight.*one value said many times")
-
-
-def test_a_compressed_pickle_is_not_inflated(tmp_path):
-    save(tmp_path, PLAIN, layout("midlayer") | {"norm.weight": torch.zeros(1_000_000)}, "pytorch_model.bin")
-    file = tmp_path / "pytorch_model.bin"
-    with zipfile.ZipFile(file) as stored:
-        parts = {name: stored.read(name) for name in stored.namelist()}
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
-        for name, content in parts.items():
-            packed.writestr(name, content)
-    assert file.stat().st_size < 100_000
-    assert_refused(tmp_path, "damaged")
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,12 +75,18 @@ def test_truncated_or_altered_headers_never_load(tmp_path_factory, cut, flip, bi
     assert {name: tuple(t.shape) for name, t in checkpoint.tensors.items()} == expected_shapes(checkpoint.config)
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 not a zip"])
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 not a zip", "deflated"])
 def test_damaged_pickles(tmp_path, content):
-    save(tmp_path, PLAIN, {}, "pytorch_model.bin")
-    (tmp_path / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(CheckpointFormatError, match="damaged"):
-        read_checkpoint(tmp_path)
+    file = save(tmp_path, PLAIN, {"norm.weight": torch.zeros(1_000_000)}, "pytorch_model.bin") / "pytorch_model.bin"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        with zipfile.ZipFile(file) as stored:
+            parts = {name: stored.read(name) for name in stored.namelist()}
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+            for name, part in parts.items():
+                packed.writestr(name, part)
+    assert_refused(tmp_path, "damaged")
 
 
 class Payload:
@@ -240,19 +222,3 @@ def test_whatever_is_written_there_is_read_or_refused(tmp_path_factory, base, ch
         write_checkpoint(checkpoint, folder.parent / "rewritten", format=written)
     except Eagle31Error as error:
         assert len(str(error)) < LONGEST_MESSAGE  # noqa: PT017
-
-
-@settings(max_examples=60, deadline=None)
-@given(name=st.text(max_size=300), spare=st.text(max_size=40))
-def test_any_tensor_name_at_all(tmp_path_factory, name, spare):
-    folder = tmp_path_factory.getbasetemp() / "named"
-    tensors = layout("midlayer")
-    tensors[name.encode(errors="replace").decode()] = torch.ones(1)
-    tensors[spare.encode(errors="replace").decode()] = torch.ones(1)
-    try:
-        save(folder, PLAIN, tensors)
-    except Exception:  # safetensors itself will not write such a name
-        return
-    with pytest.raises(Eagle31Error) as caught:
-        read_checkpoint(folder)
-    assert len(str(caught.value)) < LONGEST_MESSAGE

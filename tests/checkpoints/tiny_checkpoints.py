@@ -155,19 +155,18 @@ def make(**changes) -> Checkpoint:
     return Checkpoint(config, tensors)
 
 
-def sharded(folder: Path) -> dict[str, torch.Tensor]:
-    tensors = layout("midlayer")
-    save_shards(folder, PLAIN, tensors)
-    return tensors
+def sharded(folder: Path) -> Path:
+    return save_shards(folder, PLAIN, layout("midlayer"))
 
 
-def save_shards(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> None:
+def save_shards(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
     names = sorted(tensors)
     shards = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
     for file, part in shards.items():
         save(folder, config, {name: tensors[name] for name in part}, file)
     weight_map = {name: file for file, part in shards.items() for name in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
 
 
 def with_field(config: dict, path: str, value: object) -> dict:

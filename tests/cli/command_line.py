@@ -17,8 +17,8 @@ def run(*arguments, code=0):
     return result
 
 
-def error_of(*arguments):
-    result = run(*arguments, code=1)
+def error_of(*arguments, code=1):
+    result = run(*arguments, code=code)
     lines = result.stderr.splitlines()
     assert len(lines) == 1, "an error is one line"
     assert lines[0].startswith("error: ")

@@ -3,11 +3,10 @@
 import json
 from unittest import mock
 
-import pytest
-from command_line import DRAFTER, TARGET, error_of, run
+from command_line import DRAFTER, TARGET, run
 
 from eagle31_hf.cli import bench as command
-from eagle31_hf.errors import removal
+from eagle31_hf.cli import generate
 from eagle31_hf.measure.bench import Writer
 from eagle31_hf.measure.exactness import Kind, Verdict
 from helpers import configured, drafter_of
@@ -66,35 +65,7 @@ def test_graphs_are_measured_where_they_are_asked_for():
     pair = mock.Mock(drafter=drafter_of("llama"))
     for acceleration, has_graphs in (("compile", True), ("eager", False), ("auto", False)):
         with configured(pair.drafter, acceleration=acceleration):
-            assert command._has_graphs(pair) is has_graphs
-    with mock.patch.object(command, "kept_packages", return_value=object()):
-        assert command._has_graphs(pair) is True
-
-
-@pytest.mark.parametrize("name", ["run", "loop", "acceptance"])
-def test_sub_commands_that_went_say_what_to_do(name):
-    assert error_of("bench", name) == f"error: {removal(f'bench {name}')}"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompts", "nowhere.jsonl"], "cannot be read"),
-        (["--target", TARGET], "no drafter given"),
-        ([TARGET], "no drafter given"),
-        ([TARGET, DRAFTER, "more"], "wanted TARGET DRAFTER"),
-        ([TARGET, DRAFTER, "--drafter", "x"], "wanted TARGET DRAFTER"),
-    ],
-)
-def test_bad_input_is_one_line_before_any_work(arguments, message):
-    assert message in error_of("bench", *arguments)
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--batch", "1,x"], ["--batch", "0"], ["--dtype", "int8"], ["--new-tokens", "2"]]
-)
-def test_malformed_options_are_usage_errors(arguments):
-    run("bench", *arguments, code=2)
+            assert generate.has_graphs(pair) is has_graphs
 
 
 def test_a_plot_that_cannot_be_written_is_one_line(tmp_path):

@@ -12,8 +12,9 @@ import pytest
 import torch
 from command_line import DRAFTER, PROMPT, TARGET, run
 
-from eagle31_hf.cli import generate, pairs, terminal
+from eagle31_hf.cli import generate, pairs
 from eagle31_hf.cli.app import LazyCommand
+from eagle31_hf.cli.options import WIDTH
 from eagle31_hf.stats import Acceptance, SpeculationStats
 from eagle31_hf.targets.devices import quick_dtype
 from helpers import configured, drafter_of, use_fixed_shapes_only
@@ -32,7 +33,7 @@ def test_demo_writes_first_and_then_measures_four_methods_in_one_run(tmp_path, m
     monkeypatch.setattr(generate, "REPEATS", 1)
     out = run("demo", "--json", tmp_path / "demo.json").stdout
     assert out.index("Bella Luna") < out.index("Compiling") < out.index("same text")
-    assert max(map(len, out.splitlines())) <= terminal.WIDTH
+    assert max(map(len, out.splitlines())) <= WIDTH
     record = json.loads((tmp_path / "demo.json").read_text())
     assert record["dtype"] == str(quick_dtype(torch.bfloat16, "cpu")).removeprefix("torch.")
     assert record["same_text"] is True
@@ -64,8 +65,6 @@ def test_the_demos_answers_are_drawn_with_their_colours(tmp_path):
     for picture in (drawn, shown):
         assert 0.5 < coloured_share(picture) < 0.95, "most is drafted, and each pass writes a token of its own"
         assert "url(" not in picture.replace("url(#", ""), "it loads nothing"
-    error = run("demo", "--svg", tmp_path / "no" / "demo.svg", code=2).output
-    assert "there is no folder" in " ".join(error.split())
 
 
 def test_generate_compares_any_pair(tmp_path):
@@ -133,8 +132,6 @@ def test_plan_takes_sizes_as_people_write_them(tmp_path):
     assert plan["settings"]["context"] == 32 * 1024
     assert plan["card"]["total_bytes"] == 12 * 2**30
     assert plan["target"]["quantization"]["method"] == "bnb-nf4"
-    for context in ("many", "0", "-1"):
-        run("plan", TARGET, "--card", "12GB", "--context", context, code=2)
 
 
 def test_plan_shows_formulas_if_asked():
@@ -154,5 +151,5 @@ def test_the_command_starts_without_the_trainer():
 
 def test_the_schedule_asked_for_reaches_the_drafter():
     with configured(drafter_of("llama"), num_assistant_tokens_schedule="constant") as eagle:
-        pairs.Drafting(schedule="pid").apply_to(eagle)
+        pairs.DraftOptions(schedule="pid").apply_to(eagle)
         assert eagle.generation_config.num_assistant_tokens_schedule == "pid"

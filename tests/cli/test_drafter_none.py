@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-from command_line import DRAFTER, PROMPT, TARGET, error_of, run
+from command_line import DRAFTER, PROMPT, TARGET, run
 from typer.testing import CliRunner
 
 from eagle31_hf.cli import app
@@ -33,38 +32,10 @@ def test_chat_without_a_drafter() -> None:
     assert "acceptance length" in out.stdout
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("doctor", "--target", TARGET),
-    ],
-    ids=["doctor"],
-)
-def test_commands_about_a_drafter_say_so(command: tuple[str, ...]) -> None:
-    assert "this command is about a drafter" in error_of(*command, "--drafter", "none")
-
-
-def test_train_has_nothing_to_start_from(tmp_path: Path) -> None:
-    error = error_of("train", TARGET, "--prompts", "self", "--out", tmp_path / "out", "--drafter", "none")
-    assert "leave drafter out" in error
-
-
-@pytest.mark.parametrize("options", [("--tree-width", 4), ("--schedule", "pid"), ("--tree-size", 8)])
-def test_a_drafters_options_are_refused(options: tuple[str, int | str]) -> None:
-    error = error_of("chat", *ALONE, *options)
-    assert "chains are looked up in the text" in error
-    assert options[0] in error
-
-
-def test_no_drafter_named_says_that_none_is_possible() -> None:
-    assert "--drafter none" in error_of("chat", "--target", TARGET)
-
-
 def test_a_plan_without_a_drafter(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     run("plan", TARGET, "--drafter", "none", "--card", "RTX 4090", "--json", path)
     assert json.loads(path.read_text())["settings"]["draft_tokens"] == 0
-    assert "a plan without a drafter" in error_of("plan", TARGET, "--drafter", "none", "--draft-tokens", 4)
 
 
 def test_a_planned_target_alone(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from eagle31_hf.cli import app, generate
-from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair, make_plan
+from eagle31_hf.cli.pairs import DraftOptions, PairSource, load_pair, make_plan
 from eagle31_hf.drafter import loading
 from eagle31_hf.drafting.shape import USUAL_TREE
 from eagle31_hf.memory.apply_plan import apply_plan
@@ -50,7 +50,7 @@ def test_a_packed_pair_answers_within_its_plan(tmp_path, monkeypatch):
 def test_a_plan_counts_weights_as_this_machine_loads_them(quick, monkeypatch):
     """Stored in bfloat16; a processor that has no arithmetic for it loads twice the bytes."""
     monkeypatch.setattr(loading, "quick_dtype", lambda stored, device: quick)
-    pair = load_pair(PairSource(memory="auto", context=256), Drafting(), batch=1)
+    pair = load_pair(PairSource(memory="auto", context=256), DraftOptions(), batch=1)
     weights = sum(term.num_bytes for term in pair.plan.ledger if "weights" in term.name or "head" in term.name)
     held = {p.data_ptr(): p.nbytes for model in (pair.target, pair.drafter) for p in model.parameters()}
     assert pair.target.dtype is quick
@@ -65,7 +65,7 @@ def test_a_plan_counts_weights_as_this_machine_loads_them(quick, monkeypatch):
 )  # fmt: skip
 def test_a_plan_knows_the_tree_that_is_asked_for(asked):
     """By its width alone, too: what is then drafted is what would be without a plan."""
-    drafting, shapes = Drafting(**asked), []
+    drafting, shapes = DraftOptions(**asked), []
     plan = make_plan(PairSource(memory="auto", card=["RTX A6000"]), drafting, batch=1)
     for planned in (None, plan):
         settings = Eagle31GenerationConfig()

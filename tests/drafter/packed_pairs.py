@@ -69,6 +69,10 @@ SCHEMES_OF_DRAFTERS = {"int8": PackingScheme("int8"), "nf4": PackingScheme("nf4"
                        "fp4": PackingScheme("fp4")}  # fmt: skip
 
 
+# Of a row's, of a block's largest weight; bitsandbytes' int8 product comes out in fp16.
+LARGEST_ERROR = {"int8": 0.5 / 127 + 2**-11, "nf4": 0.17, "nf4-dq": 0.18, "fp4": 0.18}
+
+
 def matrix_of(packed: PackedLinear) -> Tensor:
     """What a packed layer multiplies with: its answers to the unit vectors, in fp32."""
     return packed(torch.eye(packed.in_features)).T

@@ -151,33 +151,3 @@ def test_logits_are_those_of_transformers(made):
     wanted = recursion(reference, target, ids, drafts)
     for chunk in (LENGTH, 4):
         torch.testing.assert_close(drafted(drafter, target, ids, drafts, chunk), wanted, atol=1e-5, rtol=1e-5)
-
-
-@needs_oracle
-@torch.inference_mode()
-@pytest.mark.parametrize("mistake", ["swapped", "raw state", "raw feedback", "not shifted", "first position", "zeroed"])
-def test_each_mistake_changes_logits(mistake, tmp_path, monkeypatch):
-    target = target_with_head("qwen3_5_text", tmp_path)
-    drafter = Eagle31Drafter.from_pretrained(tmp_path, target=target)
-    reference = reference_of(target)
-    ids, drafts = torch.arange(20, 20 + LENGTH), torch.arange(40, 41 + DEPTH)
-    wanted = recursion(reference, target, ids, drafts)
-    first = 1  # draft that the mistake changes
-    if mistake == "swapped":
-        drafter.fc.weight.copy_(drafter.fc.weight.roll(drafter.config.hidden_size, dims=1))
-    elif mistake == "raw feedback":
-        drafter.config.norm_output, first = False, 2
-    elif mistake == "raw state":
-        drafter.config.normed_state = False
-        drafter.attach(target)
-    elif mistake == "not shifted":
-        monkeypatch.setattr(drafter, "embed", lambda ids: drafter._embed_by_target(ids - 1))
-    elif mistake == "first position":
-        monkeypatch.setattr(DraftSession, "rotary_at", lambda self, _: self.rotary_depths(1))
-        first = 3
-    else:
-        monkeypatch.setattr(drafter, "embed", lambda ids: drafter._embed_by_target(ids) * (ids != 21)[..., None])
-    ours = drafted(drafter, target, ids, drafts)
-    off = (ours - wanted).abs().amax(-1)
-    assert (off[first - 1 :] > 1e-3).all(), off
-    assert (off[: first - 1] < 1e-5).all(), off

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_pairs import PACKINGS, SCHEMES_OF_DRAFTERS, load, matrix_of
+from packed_pairs import LARGEST_ERROR, PACKINGS, SCHEMES_OF_DRAFTERS, load, matrix_of
 from torch import Tensor, nn
 
 from eagle31_hf.drafter.packed_linear import PackingScheme, pack_matrix
@@ -26,8 +26,6 @@ from helpers import target_of
 
 bnb: Any = pytest.importorskip("bitsandbytes")
 
-# Of a row's, of a block's largest weight; bitsandbytes' int8 product comes out in fp16.
-LARGEST_ERROR = {"int8": 0.5 / 127 + 2**-11, "nf4": 0.17, "nf4-dq": 0.18, "fp4": 0.18}
 DTYPES = ["float32", "bfloat16", "float16"]
 shapes = st.tuples(st.integers(1, 40), st.sampled_from([64, 128, 192, 320]))
 

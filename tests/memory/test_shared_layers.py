@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.memory import plan_memory
-from eagle31_hf.memory.target_facts import dry_run_of
+from eagle31_hf.memory.dry_run import dry_run_of
 from eagle31_hf.memory.weights import SCHEMES
 from families import GEMMA_4
 

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
-import transformers as hf
 
-from eagle31_hf.serving.batch import Batch, Row
-from eagle31_hf.serving.rows import choose_as_generate
-from eagle31_hf.serving.text import Request, Sampling, Writer
+from eagle31_hf.serving.batch import Batch
+from eagle31_hf.serving.rows import ServedText
+from eagle31_hf.serving.text import Request, Sampling
 from helpers import demo_tokenizer, seeded
 
 PIECE = 8
 GREEDY = Sampling(temperature=0)
 
 
-@cache
-def _says_nothing() -> Any:
-    with torch.device("meta"):
-        return hf.LlamaForCausalLM(
-            hf.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=1)
-        )
+def batch_of(drafter: Any, rows: int = 3, *, context: int = 96, chunk: int = 16) -> Batch:
+    return Batch(drafter, demo_tokenizer(), max_rows=rows, context=context, prefill_chunk=chunk)
 
 
-def text_of(prompt: Sequence[int], new_tokens: int, sampling: Sampling = GREEDY, target: Any = None) -> Row:
-    """A text that does not end by itself, chosen as by `target`, or by any whose generation config says nothing."""
-    request = Request(tuple(prompt), new_tokens, sampling, ignore_eos=True)
-    chooser = choose_as_generate(target or _says_nothing(), request, device=torch.device("cpu"))
-    return Row(request, Writer(demo_tokenizer(), request, frozenset()), chooser)
+def text_of(prompt: Sequence[int], new_tokens: int, sampling: Sampling = GREEDY) -> ServedText:
+    """A text that does not end by itself."""
+    return ServedText(Request(tuple(prompt), new_tokens, sampling), lambda event: None)
 
 
 def plain(target: Any, prompt: Sequence[int], new_tokens: int, sampling: Sampling = GREEDY, **kwargs: Any) -> list[int]:
@@ -46,17 +38,16 @@ def plain(target: Any, prompt: Sequence[int], new_tokens: int, sampling: Samplin
     return written[0, len(prompt) :].tolist()
 
 
-def read_in_pieces(batch: Batch, text: Row, *, writing: bool) -> None:
-    left = batch.begin(text)
-    while left:
-        batch.read(min(left, PIECE))
-        left -= min(left, PIECE)
+def read_in_pieces(batch: Batch, text: ServedText, *, writing: bool) -> None:
+    batch.begin(text)
+    while batch.to_read:
+        batch.read(min(batch.to_read, PIECE))
         if writing and batch.texts:
             batch.round()
     batch.join()
 
 
-def write_all(batch: Batch, texts: Sequence[Row]) -> list[list[int]]:
+def write_all(batch: Batch, texts: Sequence[ServedText]) -> list[list[int]]:
     """Each joins as soon as there is a row for it, while others are written."""
     with torch.inference_mode():
         for text in texts:

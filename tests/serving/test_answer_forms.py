@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
-from eagle31_hf.serving.answers import AnswerParser, chat_writer
-from eagle31_hf.serving.bodies import parse_chat
+from eagle31_hf.serving.answers import AnswerParser, writer_of
+from eagle31_hf.serving.bodies import ChatBody, parse
 from eagle31_hf.serving.forms import call_grammar, form_of
 from eagle31_hf.serving.grammar import GrammarCompiler
 from eagle31_hf.serving.text import Event, Request, Usage
@@ -315,10 +315,10 @@ def test_calls_are_named_as_the_template_wants_them_back(name, ids):
         {"role": "assistant", "content": None, "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "x", "content": "Sunny."},
     ]
-    tokenizer, body = tokenizer_of(name), parse_chat({"model": "demo", "messages": messages, "tools": TOOLS})
-    writer = chat_writer("demo", tokenizer, form_of(tokenizer), body, [Request((5,), 9)])
+    tokenizer, body = tokenizer_of(name), parse(ChatBody, {"model": "demo", "messages": messages, "tools": TOOLS})
+    writer = writer_of("demo", tokenizer, form_of(tokenizer), body, [Request((5,), 9)])
     (piece, *_) = writer.pieces(
-        0, Event(FORMS[name][1]([("get_weather", {}), ("f-2", {})]), (5,), Usage(1), finish="stop")
+        0, Event(Usage(1), FORMS[name][1]([("get_weather", {}), ("f-2", {})]), (5,), finish="stop")
     )
     calls = writer.whole([Usage(1)])["choices"][0]["message"]["tool_calls"]
     assert re.fullmatch(ids, " ".join(call["id"] for call in calls))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import read_in_pieces, text_of, write_all
+from batches import batch_of, read_in_pieces, text_of, write_all
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS
-from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.text import Sampling
 from eagle31_hf.texts.chats import encode_chat
 from helpers import configured
@@ -39,7 +38,7 @@ def test_texts_that_come_and_go_while_the_drafter_rests_are_its_own(pair, untrai
     lengths, texts = (90, 30, 60, 20, 50), {}
     for schedule, depth in (("planned", 5), ("constant", 1)):
         with configured(untrained, num_assistant_tokens=depth, num_assistant_tokens_schedule=schedule):
-            batch = Batch(untrained, max_rows=2, context=256, prefill_chunk=32)
+            batch = batch_of(untrained, 2, context=256, chunk=32)
             texts[schedule] = []
             for number, length in enumerate(lengths):
                 texts[schedule].append(text_of(ids_of(pair, number // 2), length, sampling))
@@ -53,7 +52,7 @@ def test_texts_that_come_and_go_while_the_drafter_rests_are_its_own(pair, untrai
 @torch.inference_mode()
 def test_drafts_that_are_right_go_on(pair) -> None:
     with configured(pair.drafter, num_assistant_tokens=5):
-        batch = Batch(pair.drafter, max_rows=2, context=256, prefill_chunk=64)
+        batch = batch_of(pair.drafter, 2, context=256, chunk=64)
         write_all(batch, [text_of(ids_of(pair, number), 60) for number in range(2)])
     assert batch.stats.skipped_rounds == 0
     assert batch.stats.acceptance_length > 2
@@ -61,7 +60,7 @@ def test_drafts_that_are_right_go_on(pair) -> None:
 
 def test_the_end_of_all_texts_cuts_a_draft(pair) -> None:
     with configured(pair.drafter, num_assistant_tokens=4):
-        batch = Batch(pair.drafter, max_rows=2, context=256, prefill_chunk=64)
+        batch = batch_of(pair.drafter, 2, context=256, chunk=64)
         texts = [text_of(ids_of(pair, number), 2 + number) for number in range(2)]
         with torch.inference_mode():
             for text in texts:

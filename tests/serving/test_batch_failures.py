@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from batches import plain, read_in_pieces, text_of, write_all
+from batches import batch_of, plain, read_in_pieces, text_of, write_all
 
 from eagle31_hf.cache.row_pool import RowPool
 from eagle31_hf.cache.speculative import SpeculativeCache
@@ -28,17 +28,17 @@ LEAVING: dict[str, Callable[[], AbstractContextManager[Fault]]] = {
 }
 
 
-def batch_of(family: str, rows: int = 2) -> Batch:
+def batch_on(family: str, rows: int = 2) -> Batch:
     target = random_target(CONFIGS[family]()) if family in CONFIGS else recurrent_target(family)
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
-    return Batch(drafter, max_rows=rows, context=96, prefill_chunk=16)
+    return batch_of(drafter, rows)
 
 
 @pytest.mark.parametrize("where", JOINING)
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 def test_a_text_that_cannot_join_is_the_only_one_lost(family: str, where: str) -> None:
     """What lay parked where it would have been is gone, too, and not resumed from."""
-    batch, prompts = batch_of(family), random_prompts(3, seed=2)
+    batch, prompts = batch_on(family), random_prompts(3, seed=2)
     target = batch.binding.model
     stays, parked, lost = text_of(prompts[0], 40), text_of(prompts[1], 4), text_of(prompts[2], 8)
     with torch.inference_mode():
@@ -46,7 +46,8 @@ def test_a_text_that_cannot_join_is_the_only_one_lost(family: str, where: str) -
             read_in_pieces(batch, text, writing=False)
         while parked in batch.texts:
             batch.round()
-        batch.read(batch.begin(lost))
+        batch.begin(lost)
+        batch.read(batch.to_read)
         batch.round()
         with JOINING[where]() as fault, pytest.raises(torch.OutOfMemoryError):
             batch.join()
@@ -60,7 +61,7 @@ def test_a_text_that_cannot_join_is_the_only_one_lost(family: str, where: str) -
 
 @pytest.mark.parametrize("where", LEAVING)
 def test_a_batch_whose_pools_are_out_of_step_begins_anew(where: str) -> None:
-    batch, prompts = batch_of("llama", rows=3), random_prompts(3, seed=2)
+    batch, prompts = batch_on("llama", rows=3), random_prompts(3, seed=2)
     with torch.inference_mode():
         for number, prompt in enumerate(prompts):
             read_in_pieces(batch, text_of(prompt, 4 + number), writing=False)
@@ -75,16 +76,16 @@ def test_a_batch_whose_pools_are_out_of_step_begins_anew(where: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 def test_a_prompt_that_is_read_beside_a_failed_round_is_read_on(family: str) -> None:
-    batch, prompts = batch_of(family), random_prompts(2, seed=2)
+    batch, prompts = batch_on(family), random_prompts(2, seed=2)
     reading = text_of(prompts[1] * 2, 12)
     with torch.inference_mode():
         read_in_pieces(batch, text_of(prompts[0], 20), writing=False)
-        left = batch.begin(reading)
+        batch.begin(reading)
         batch.read(5)
         with Fault(1).after(SpeculativeCache, "keep"), pytest.raises(torch.OutOfMemoryError):
             batch.round()
         batch.reset()
-        batch.read(left - 5)
+        batch.read(batch.to_read)
         batch.join()
     write_all(batch, [])
     assert reading.writer.tokens == plain(batch.binding.model, prompts[1] * 2, 12)

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from batches import read_in_pieces, text_of
+from batches import batch_of, read_in_pieces, text_of
 
-from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair
+from eagle31_hf.cli.pairs import DraftOptions, PairSource, load_pair
 from eagle31_hf.cli.serve import READING_ROWS
 from eagle31_hf.memory.dry_run import StorageCounter
-from eagle31_hf.serving.batch import Batch
 from helpers import configured
 from peak_runs import StorageMeter
 
@@ -17,7 +16,7 @@ ROWS, CONTEXT, NEW_TOKENS = 2, 1024, 16
 @torch.inference_mode()
 def fill(pair, chunk):
     """Write texts that fill every row; bytes of all caches then."""
-    batch = Batch(pair.drafter, max_rows=ROWS, context=CONTEXT, prefill_chunk=chunk)
+    batch = batch_of(pair.drafter, ROWS, context=CONTEXT, chunk=chunk)
     for row in range(ROWS):
         ids = torch.randint(10, 8000, (CONTEXT - NEW_TOKENS,), generator=torch.manual_seed(row))
         read_in_pieces(batch, text_of(ids.tolist(), NEW_TOKENS), writing=False)
@@ -34,7 +33,7 @@ def test_texts_that_come_and_go_leave_nothing_behind():
     alive = []
     drafts = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}  # else by time, which masks tell
     with configured(pair.drafter, **drafts), StorageCounter() as counter:
-        batch = Batch(pair.drafter, max_rows=ROWS, context=128, prefill_chunk=32)
+        batch = batch_of(pair.drafter, ROWS, context=128, chunk=32)
         for number in range(69):
             while len(batch.texts) == ROWS:
                 batch.round()
@@ -46,13 +45,13 @@ def test_texts_that_come_and_go_leave_nothing_behind():
 
 
 def test_full_rows_and_the_one_that_reads_are_planned_for():
-    plans, kept = [], []
+    kept = []
     source = PairSource(memory="auto", context=CONTEXT)
-    pair = load_pair(source, Drafting(), batch=ROWS + READING_ROWS, on_plan=plans.append)
+    pair = load_pair(source, DraftOptions(), batch=ROWS + READING_ROWS)
     meter = StorageMeter()
     meter.loaded(pair.target)
     meter.loaded(pair.drafter)
-    peak = meter.peak(lambda: kept.append(fill(pair, plans[0].settings.prefill_chunk)))
-    caches = sum(term.num_bytes for term in plans[0].ledger if "cache" in term.name)
+    peak = meter.peak(lambda: kept.append(fill(pair, pair.plan.settings.prefill_chunk)))
+    caches = sum(term.num_bytes for term in pair.plan.ledger if "cache" in term.name)
     assert 0.98 * kept[0] < caches, "a row to read in is one of the plan's"
-    assert peak <= plans[0].peak_bytes
+    assert peak <= pair.plan.peak_bytes

@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from batches import plain, read_in_pieces, text_of, write_all
+from batches import batch_of, plain, read_in_pieces, text_of, write_all
 
 from eagle31_hf.cache.states import StateLayer
 from eagle31_hf.memory.apply_plan import plan_of_run
 from eagle31_hf.memory.ledger import UPDATE, MemorySettings
 from eagle31_hf.memory.target_facts import read_target
-from eagle31_hf.serving.batch import Batch, Row
+from eagle31_hf.serving.rows import ServedText
 from families import recurrent_target
 from helpers import configured, demo_tokenizer, random_drafter
 from loopback import LoadedPair, chat, serving
@@ -29,7 +29,7 @@ def test_texts_are_plains(family: str) -> None:
     prompts = [torch.randint(3, 96, (length,), generator=dice).tolist() for length in (17, 1, 30, 2, 9, 12, 25, 4)]
     wanted = {tuple(prompt): plain(target, prompt, 10 + number) for number, prompt in enumerate(prompts)}
     texts = [text_of(prompt, 10 + number) for number, prompt in enumerate(prompts)]
-    write_all(Batch(drafter, max_rows=ROWS, context=64, prefill_chunk=16), texts)
+    write_all(batch_of(drafter, ROWS, context=64, chunk=16), texts)
     for text in texts:
         assert text.writer.tokens == wanted[tuple(text.request.prompt)], text.request.prompt
 
@@ -39,9 +39,9 @@ def test_a_turn_is_resumed_where_the_last_one_ended_and_nowhere_else() -> None:
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
     prompt = list(range(5, 25))
     with torch.inference_mode():
-        batch = Batch(drafter, max_rows=ROWS, context=128, prefill_chunk=16)
+        batch = batch_of(drafter, ROWS, context=128, chunk=16)
 
-        def write(prompt: list[int]) -> Row:
+        def write(prompt: list[int]) -> ServedText:
             text = text_of(prompt, 12)
             read_in_pieces(batch, text, writing=False)
             while batch.texts:
@@ -64,11 +64,11 @@ def test_what_serve_holds_is_planned(rows: int) -> None:
     target = recurrent_target("qwen3_5_text")
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
     with torch.inference_mode(), configured(drafter, num_assistant_tokens=4, num_assistant_tokens_schedule="constant"):
-        batch = Batch(drafter, max_rows=rows, context=64, prefill_chunk=16)
+        batch = batch_of(drafter, rows, context=64, chunk=16)
         for number in range(rows):
             read_in_pieces(batch, text_of([5 + number, *range(6, 20)], 12), writing=False)
         batch.round()
-        layers: list[StateLayer] = [*batch.cache.with_states, *batch._reading.target.with_states]
+        layers: list[StateLayer] = [*batch.cache.with_states, *batch.prompt_caches.target.with_states]
         found = sum(layer.state_bytes for layer in layers)
     ledger = plan_of_run(drafter, MemorySettings(64, rows, 4)).ledger
     planned = sum(term.num_bytes for term in ledger if "states" in term.name and UPDATE in term.moments)
@@ -82,7 +82,7 @@ def test_a_prompt_that_is_given_up_leaves_nothing() -> None:
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
     prompt = list(range(5, 25))
     with torch.inference_mode():
-        batch = Batch(drafter, max_rows=ROWS, context=64, prefill_chunk=16)
+        batch = batch_of(drafter, ROWS, context=64, chunk=16)
         batch.begin(text_of(prompt, 8))
         batch.read(8)
         batch.drop_reading()

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from batches import GREEDY, plain, read_in_pieces, text_of, write_all
+from batches import GREEDY, batch_of, plain, read_in_pieces, text_of, write_all
 from transformers import AutoTokenizer
 
 from eagle31_hf.cache import graph_sizes
@@ -18,7 +18,7 @@ from eagle31_hf.graphs import captured, fixed_cache
 from eagle31_hf.loop.choosing import RoundBatch
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.round import Round
-from eagle31_hf.serving.batch import Batch, Row
+from eagle31_hf.serving.rows import ServedText
 from eagle31_hf.serving.text import Sampling
 from families import recurrent_target
 from helpers import (
@@ -59,13 +59,9 @@ def drafter() -> Eagle31Drafter:
     return made
 
 
-def new_texts(sampling: Sampling = GREEDY) -> list[Row]:
+def new_texts(sampling: Sampling = GREEDY) -> list[ServedText]:
     prompts = random_prompts(7, seed=3, longest=30)
     return [text_of(prompt, 9 + 5 * number, sampling) for number, prompt in enumerate(prompts)]
-
-
-def batch_of(drafter: Eagle31Drafter) -> Batch:
-    return Batch(drafter, max_rows=ROWS, context=96, prefill_chunk=16)
 
 
 def test_greedy_texts_are_plains_and_what_was_recorded_serves_the_next(
@@ -174,7 +170,7 @@ def test_sampled_texts_and_windows_are_those_of_eager_rounds(
 class OracleRound(RoundWrapper):
     """Drafts that follow what texts will be, for a while: so that states are moved on by more than a token."""
 
-    def __init__(self, inner: Round, texts: list[Row], wanted: dict[tuple[int, ...], list[int]]):
+    def __init__(self, inner: Round, texts: list[ServedText], wanted: dict[tuple[int, ...], list[int]]):
         super().__init__(inner)
         self._texts, self._wanted, self._dice = texts, wanted, torch.Generator().manual_seed(0)
 

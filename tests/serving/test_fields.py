@@ -8,7 +8,7 @@ import pytest
 
 from eagle31_hf.serving.api import Translator
 from eagle31_hf.serving.api_errors import ApiError
-from eagle31_hf.serving.bodies import REFUSED, ChatBody, CompletionBody, parse_chat, parse_completion, parse_json
+from eagle31_hf.serving.bodies import REFUSED, ChatBody, CompletionBody, parse, parse_json
 from eagle31_hf.serving.forms import form_of
 from loopback import HTTP, MESSAGES, MODEL, QUESTION, TOOL_TEMPLATE, chat, error_of
 
@@ -31,7 +31,7 @@ TEMPLATE = TOOL_TEMPLATE + "{% if shouts %}!{% endif %}{{ reasoning_effort }}"
 def texts_of(served, monkeypatch):
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", TEMPLATE)
     translator = Translator(served.engine)
-    return lambda **more: translator.of_chat(parse_chat({"model": MODEL, "messages": MESSAGES, **more}))
+    return lambda **more: translator.texts_of(parse(ChatBody, {"model": MODEL, "messages": MESSAGES, **more}))
 
 
 def test_all_that_is_read_is_tried():
@@ -54,7 +54,7 @@ def test_completions_are_tokenized_as_they_ask(served):
 
     translator._tokenizer = tokenize
     for more in ({"add_special_tokens": False}, {}):
-        translator.of_completion(parse_completion({"model": MODEL, "prompt": "A shop", **more}))
+        translator.texts_of(parse(CompletionBody, {"model": MODEL, "prompt": "A shop", **more}))
     assert asked == [False, True]
 
 
@@ -175,12 +175,12 @@ def test_of_allowed_tools_no_other_is_offered(mode):
     allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "g"}}]}
     asked = {"model": MODEL, "messages": MESSAGES, "tools": [TOOL, other]}
     asked["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
-    body = parse_chat(asked)
+    body = parse(ChatBody, asked)
     assert body.offered == [other]
     assert body.forced == ([other] if mode == "required" else [])
     allowed["tools"][0]["function"]["name"] = "h"
     with pytest.raises(ApiError, match="names 'h'; the tools are f, g"):
-        parse_chat(asked)
+        parse(ChatBody, asked)
 
 
 # --- messages and tools -----------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_a_template_that_joins_arguments_to_text_gets_text(served, monkeypatch):
     prompts = []
     for call in ("'(' + call.function.arguments + ')'", "'(' + (call.function.arguments | tojson) + ')'"):
         monkeypatch.setattr(served.engine.tokenizer, "chat_template", calls.replace("CALL", call))
-        (text,) = Translator(served.engine).of_chat(parse_chat({"model": MODEL, "messages": [*MESSAGES, answer]}))
+        (text,) = Translator(served.engine).texts_of(parse(ChatBody, {"model": MODEL, "messages": [*MESSAGES, answer]}))
         prompts.append(served.engine.tokenizer.decode(text.prompt))
     assert prompts == ['({"x": 1})'] * 2
 
@@ -220,16 +220,18 @@ def test_a_thought_comes_back_to_the_template(served, monkeypatch, field):
     thoughts = "{% for message in messages %}{{ message.reasoning_content }}{% endfor %}"
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", thoughts)
     answer = {"role": "assistant", "content": "Yes.", field: "Let me look."}
-    (text,) = Translator(served.engine).of_chat(parse_chat({"model": MODEL, "messages": [*MESSAGES, answer]}))
+    (text,) = Translator(served.engine).texts_of(parse(ChatBody, {"model": MODEL, "messages": [*MESSAGES, answer]}))
     assert served.engine.tokenizer.decode(text.prompt) == "Let me look."
 
 
 def test_nulls_of_tools_are_left_out(served, monkeypatch):
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", TEMPLATE)
     function = {"name": "f", "description": None, "parameters": None, "strict": None}
-    body = parse_chat({"model": MODEL, "messages": MESSAGES, "tools": [{"type": "function", "function": function}]})
+    body = parse(
+        ChatBody, {"model": MODEL, "messages": MESSAGES, "tools": [{"type": "function", "function": function}]}
+    )
     assert body.offered == [{"type": "function", "function": {"name": "f"}}]
-    assert Translator(served.engine).of_chat(body)
+    assert Translator(served.engine).texts_of(body)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,7 @@ def test_variables_that_the_template_does_not_read_are_named(served):
 def test_extremes_are_refused_at_the_door(setting):
     body = f'{{"model": "x", "messages": [{{"role": "user", "content": "x"}}], "logprobs": true, {setting}}}'
     with pytest.raises(ApiError) as refused:
-        parse_chat(parse_json(body.encode()))
+        parse(ChatBody, parse_json(body.encode()))
     assert refused.value.status == 400
 
 

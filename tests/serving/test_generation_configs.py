@@ -15,7 +15,7 @@ from test_no_numbers import Listener
 from transformers import GenerationConfig, LlamaConfig
 
 from eagle31_hf.serving.api import Translator
-from eagle31_hf.serving.bodies import parse_completion
+from eagle31_hf.serving.bodies import CompletionBody, parse
 from eagle31_hf.serving.engine import Engine, EngineSettings
 from eagle31_hf.serving.rows import unfollowed
 from helpers import demo_tokenizer, random_drafter, random_target, seeded
@@ -69,8 +69,8 @@ def generation_config(target: Any, **fields: Any) -> Iterator[None]:
 
 def served(engine: Engine, body: dict[str, Any]) -> tuple[list[int], list[int]]:
     """The prompt's ids, and those written."""
-    asked = parse_completion({"model": "x", "prompt": "Once upon a time", "max_tokens": NEW_TOKENS, **body})
-    (request,) = Translator(engine).of_completion(asked)
+    asked = parse(CompletionBody, {"model": "x", "prompt": "Once upon a time", "max_tokens": NEW_TOKENS, **body})
+    (request,) = Translator(engine).texts_of(asked)
     listener = Listener()
     engine.submit(request, listener)
     assert listener.ended.wait(60)

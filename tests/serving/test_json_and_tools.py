@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -132,6 +134,7 @@ def test_a_grammar_holds_behind_a_thought_that_the_template_opens(thinking, aske
 def test_a_thought_ends_where_it_is_ended():
     """By any tokens, found once."""
     tokens = ["a", "b", "</", "think", ">", "c"]
-    thought = OpenThought(lambda ids: "".join(tokens[i] for i in ids), "</think>", (9,), 3)
+    tokenizer: Any = Mock(return_value={"input_ids": [9]}, decode=lambda ids: "".join(tokens[i] for i in ids))
+    thought = OpenThought(tokenizer, "</think>", 3)
     assert [thought.length(range(n)) for n in range(7)] == [None] * 5 + [5, 5]
     assert [thought.forced(range(n)) for n in range(5)] == [None, None, None, 9, None]

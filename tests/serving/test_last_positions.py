@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from batches import plain, text_of, write_all
+from batches import batch_of, plain, text_of, write_all
 
-from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.engine import Engine, EngineSettings
 from families import IDS
 from helpers import (
@@ -110,7 +109,7 @@ def test_a_served_text_at_its_last_position_fails_none_beside_it(family: str) ->
     prompts = [(list(range(5, 14)), LAST - 9), (list(range(7, 30)), LAST - 23), (list(range(9, 15)), LAST - 6)]
     settings = {"num_assistant_tokens": 6, "num_assistant_tokens_schedule": "constant"}
     with configured(drafter, **settings):
-        batch = Batch(drafter, max_rows=3, context=LAST, prefill_chunk=64)
+        batch = batch_of(drafter, 3, context=LAST, chunk=64)
         written = write_all(batch, [text_of(*each) for each in prompts])
     assert written == [plain(model, *each) for each in prompts]
 

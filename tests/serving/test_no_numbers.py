@@ -58,7 +58,7 @@ def poisoned(pair):
 
 def ask(engine, prompt, sampling, most=60, **more):
     listener = Listener()
-    engine.submit(Request(tuple(prompt), most, sampling, ignore_eos=True, **more), listener)
+    engine.submit(Request(tuple(prompt), most, sampling, **more), listener)
     return listener
 
 
@@ -171,7 +171,7 @@ def test_nothing_of_a_row_that_failed_is_left(pair, engine, poisoned):
     ask(engine, prompt, Sampling(0.0, logit_bias={POISON: 100.0})).ended.wait(60)
     ask(engine, [5, POISON, 6, 7], Sampling(0.0)).ended.wait(60)
     engine.close(0)
-    caches = (engine.batch.cache, engine.batch.session.cache, engine.batch._reading.target)
+    caches = (engine.batch.cache, engine.batch.session.cache, engine.batch.prompt_caches.target)
     storages = [storage for cache in caches for layer in cache.layers for storage in layer.storages]
     assert storages
     assert not any(torch.isnan(storage).any() for storage in storages)

@@ -1,4 +1,4 @@
-"""Requests as clients make them, replayed: `examples/studies/record_clients.py` recorded them.
+"""Requests as clients make them, replayed; `examples/studies/record_requests.py` records such files.
 
 Open WebUI's alone are written by hand, after its source.
 """
@@ -6,6 +6,7 @@ Open WebUI's alone are written by hand, after its source.
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from record_clients import record
+from record_requests import Recorder
 from transformers import AutoTokenizer
 
 from eagle31_hf.demo import target_path
@@ -46,13 +48,22 @@ def test_the_clients_are_there():
     assert all(recorded["version"] for recorded in RECORDED.values())
 
 
-def test_they_are_recorded_by_the_study(tmp_path):
-    """With the client that is installed here."""
-    record("openai", tmp_path)
-    made = json.loads((tmp_path / "openai.json").read_text())
-    assert [each.get("body") for each in made["requests"]] == [
-        each.get("body") for each in RECORDED["openai"]["requests"]
-    ]
+def test_requests_are_recorded_on_their_way(url, tmp_path):
+    recorder = Recorder(str(httpx2.URL(url).copy_with(path="")))
+    threading.Thread(target=recorder.serve_forever, daemon=True).start()
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{recorder.server_port}/v1", api_key="secret", max_retries=0)
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
+    whole = client.chat.completions.create(**asked).choices[0].message.content
+    pieces = [piece.choices[0].delta.content or "" for piece in client.chat.completions.create(**asked, stream=True)]
+    client.chat.completions.create(**asked)
+    recorder.shutdown()
+    assert "".join(pieces) == whole
+    recorder.write(tmp_path / "openai.json", "openai", openai.__version__)
+    text = (tmp_path / "openai.json").read_text()
+    made = json.loads(text)
+    assert made["client"] == "openai"
+    assert [each["body"] for each in made["requests"]] == [asked, {**asked, "stream": True}], "the same one once"
+    assert "secret" not in text
 
 
 @pytest.mark.parametrize("client", sorted(RECORDED))

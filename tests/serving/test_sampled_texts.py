@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import pytest
-from batches import plain, text_of, write_all
+from batches import batch_of, plain, text_of, write_all
 
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.serving.batch import Batch
-from eagle31_hf.serving.rows import Row
+from eagle31_hf.serving.rows import ServedText
 from eagle31_hf.serving.text import Sampling
 from eagle31_hf.texts.chats import encode_chat
 from helpers import configured
@@ -22,10 +22,10 @@ def prompt_of(pair, number: int) -> list[int]:
     return encode_chat(pair.tokenizer, CONVERSATIONS[number % len(CONVERSATIONS)][:1])
 
 
-def write(pair, samplings: list[Sampling], *, rows: int) -> tuple[list[Row], Batch]:
+def write(pair, samplings: list[Sampling], *, rows: int) -> tuple[list[ServedText], Batch]:
     """One text for each, in a batch of so many rows that others join as there is room."""
-    batch = Batch(pair.drafter, max_rows=rows, context=512, prefill_chunk=32)
-    texts = [text_of(prompt_of(pair, n), NEW_TOKENS, each, pair.target) for n, each in enumerate(samplings)]
+    batch = batch_of(pair.drafter, rows, context=512, chunk=32)
+    texts = [text_of(prompt_of(pair, n), NEW_TOKENS, each) for n, each in enumerate(samplings)]
     write_all(batch, texts)
     return texts, batch
 

@@ -6,80 +6,99 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle31_hf.serving.scheduler import QueueFullError, Scheduler
-from eagle31_hf.serving.text import Request
+from eagle31_hf.serving.api_errors import ApiError
+from eagle31_hf.serving.rows import ServedText
+from eagle31_hf.serving.scheduler import Scheduler
+from eagle31_hf.serving.text import Event, Request
+from eagle31_hf.stats import SpeculationStats
 
 
-class Told:
-    """An engine that keeps what it is told; prompts are as long as `lengths` says, or of one token."""
+class NotedBatch:
+    """A batch without a model; prompts are as long as `lengths` says, or of one token."""
 
-    def __init__(self, made, lengths=()):
-        self.made, self.lengths, self.log = made, list(lengths), []
-        self.began, self.gone, self.fails = [], [], False
+    def __init__(self, max_rows, lengths):
+        self.max_rows, self.lengths, self.stats = max_rows, list(lengths), SpeculationStats()
+        self.texts, self.reading, self.to_read = [], None, 0
+        self.began, self.log, self.ending, self.fails = [], [], [], False
 
-    def drop(self, ticket):
-        self.made.leave(ticket)
-        self.gone.append(ticket)
-
-    def begin(self, ticket):
-        self.began.append(ticket)
+    def begin(self, text):
+        self.began.append(text)
+        self.reading, self.to_read = text, self.lengths.pop(0) if self.lengths else 1
         if self.fails:
             raise ValueError("tried in a test")
-        return self.lengths.pop(0) if self.lengths else 1
 
-    def read(self, ticket, num_tokens):
+    def read(self, num_tokens):
         self.log.append(num_tokens)
+        self.to_read -= num_tokens
 
-    def join(self, ticket):
+    def join(self):
         self.log.append("join")
+        self.texts.append(self.reading)
+        self.reading = None
 
-    def reading_failed(self, ticket, error):
-        self.drop(ticket)
+    def drop_reading(self):
+        self.reading = None
+
+    def leave(self, text, *, trusted=True):
+        self.texts.remove(text)
 
     def round(self):
         self.log.append("round")
+        ended = [text for text in self.ending if text in self.texts]
+        for text in ended:
+            self.texts.remove(text)
+        return [(text, Event(text.usage, finish="stop")) for text in ended]
+
+    def reset(self):
+        self.texts.clear()
 
 
-def scheduler(**sizes):
-    return Scheduler(**{"max_rows": 2, "max_waiting": 4, "read_budget": 8, **sizes})
+def scheduler(lengths=(), *, max_rows=2, max_waiting=4, read_budget=8):
+    return Scheduler(NotedBatch(max_rows, lengths), max_waiting=max_waiting, read_budget=read_budget)
 
 
-def submit(made):
-    return made.submit(Request(prompt=(1,), max_new_tokens=1), lambda event: None)
+def submit(made, told=None):
+    def on_event(event):
+        if told is not None and event.finish is not None:
+            told.append((text, event.finish))
+
+    text = ServedText(Request(prompt=(1,), max_new_tokens=1), on_event)
+    made.submit(text)
+    return text
 
 
 def test_first_come_first_served_and_no_more_than_there_are_rows():
-    made = scheduler()
-    told, tickets = Told(made, [3, 3, 3]), [submit(made) for _ in range(3)]
-    made.turn(told)
-    assert made.writing == tickets[:2]
-    made.leave(tickets[0])
-    made.turn(told)
-    assert made.writing == tickets[1:]
+    made = scheduler([3, 3, 3])
+    texts = [submit(made) for _ in range(3)]
+    made.turn()
+    assert made.batch.texts == texts[:2]
+    made.batch.ending = texts[:1]
+    made.turn()
+    made.turn()
+    assert made.batch.texts == texts[1:]
 
 
 def test_a_long_prompt_is_read_in_pieces_while_others_write_and_at_once_while_nobody_does():
-    made = scheduler()
-    told = Told(made, [30, 30])
+    made = scheduler([30, 30])
+    log = made.batch.log
     submit(made)
-    made.turn(told)
-    assert told.log == [30, "join", "round"]
+    made.turn()
+    assert log == [30, "join", "round"]
     submit(made)
     for _ in range(4):
-        made.turn(told)
-    assert told.log[3:] == [8, "round", 8, "round", 8, "round", 6, "join", "round"], "the others write between pieces"
+        made.turn()
+    assert log[3:] == [8, "round", 8, "round", 8, "round", 6, "join", "round"], "the others write between pieces"
 
 
 def test_short_prompts_join_together_between_two_rounds():
     """One a round would leave rows empty: a text here takes fewer rounds than there are rows."""
-    made = scheduler(max_rows=16, max_waiting=16, read_budget=80)
-    told = Told(made, [5] * 12)
+    made = scheduler([5] * 12, max_rows=16, max_waiting=16, read_budget=80)
     for _ in range(12):
         submit(made)
     begun = [0]
     for _ in range(3):
-        made.turn(told)
-        begun.append(len(told.began))
+        made.turn()
+        begun.append(len(made.batch.began))
     assert [now - before for before, now in itertools.pairwise(begun)] == [5, 4, 3]
 
 
@@ -87,51 +106,50 @@ def test_a_burst_fills_the_free_rows_before_the_queue():
     made = scheduler(max_rows=8, max_waiting=20)
     for _ in range(28):
         submit(made)
-    with pytest.raises(QueueFullError, match="20 requests"):
+    with pytest.raises(ApiError, match="20 requests"):
         submit(made)
-    made.turn(Told(made))  # who has begun was counted before
-    with pytest.raises(QueueFullError, match="20 requests"):
+    made.turn()  # who has begun was counted before
+    with pytest.raises(ApiError, match="20 requests"):
         submit(made)
 
 
 def test_what_is_cancelled_or_fails_makes_way():
-    made = scheduler(max_rows=1, max_waiting=1)
-    told = Told(made, [50, 50])
-    first, second = submit(made), submit(made)
-    with pytest.raises(QueueFullError, match="1 requests"):
+    made, told = scheduler([50, 50], max_rows=1, max_waiting=1), []
+    first, second = submit(made, told), submit(made, told)
+    with pytest.raises(ApiError, match="1 requests"):
         submit(made)
     first.cancelled = True
-    made.turn(told)
-    assert (told.gone, made.writing) == ([first], [second])
-    third = submit(made)
-    made.leave(second)
-    told.fails = True
-    made.turn(told)
-    assert (told.gone, made.tickets) == ([first, third], [])
+    made.turn()
+    assert (told, made.batch.texts) == ([(first, "cancelled")], [second])
+    third = submit(made, told)
+    second.cancelled = made.batch.fails = True
+    made.turn()
+    made.turn()
+    assert (told[1:], made.texts) == ([(second, "cancelled"), (third, "error")], [])
 
 
 @given(st.data())
 def test_every_request_ends_and_limits_hold_whatever_happens(data):
     """Arrivals, cancellations, failures and ends in any order: nobody is lost or served twice, in order of arrival."""
     made = scheduler(max_rows=data.draw(st.integers(1, 4)), max_waiting=data.draw(st.integers(1, 6)))
-    told, arrived = Told(made), []
+    batch, arrived, told = made.batch, [], []
     for _ in range(data.draw(st.integers(1, 40))):
         what = data.draw(st.sampled_from(["submit", "cancel", "turn", "end"]))
         if what == "submit":
             try:
-                arrived.append(submit(made))
-            except QueueFullError:
-                assert len(made.waiting) == made.max_waiting + made.free_rows
+                arrived.append(submit(made, told))
+            except ApiError:
+                assert len(made.waiting) == made.max_waiting + batch.max_rows - made.running
         elif what == "cancel" and arrived:
             data.draw(st.sampled_from(arrived)).cancelled = True
-        elif what == "end" and made.writing:
-            told.drop(data.draw(st.sampled_from(made.writing)))
+        elif what == "end" and batch.texts:
+            batch.ending.append(data.draw(st.sampled_from(batch.texts)))
         else:
-            told.lengths = data.draw(st.lists(st.integers(1, 30), min_size=5, max_size=5))
-            told.fails = data.draw(st.integers(0, 4)) == 0
-            made.turn(told)
-        assert len(made.writing) <= made.max_rows
-        assert len(made.waiting) <= made.max_waiting + made.free_rows
-    turns = [arrived.index(ticket) for ticket in told.began]
+            batch.lengths = data.draw(st.lists(st.integers(1, 30), min_size=5, max_size=5))
+            batch.fails = data.draw(st.integers(0, 4)) == 0
+            made.turn()
+        assert len(batch.texts) <= batch.max_rows
+        assert len(made.waiting) <= made.max_waiting + batch.max_rows - made.running
+    turns = [arrived.index(text) for text in batch.began]
     assert turns == sorted(turns)
-    assert sorted(map(arrived.index, [*told.gone, *made.tickets])) == [*range(len(arrived))]
+    assert sorted(map(arrived.index, [*(text for text, _ in told), *made.texts])) == [*range(len(arrived))]

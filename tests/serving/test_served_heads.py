@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import plain, text_of, write_all
+from batches import batch_of, plain, text_of, write_all
 from transformers import AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import target_path
 from eagle31_hf.sampling.logits_processing import sampling_options
-from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.session import ChatSession
 from eagle31_hf.serving.text import Sampling
 from eagle31_hf.texts.chats import encode_chat
@@ -49,8 +48,8 @@ def prompt_of(number: int) -> list[int]:
 def test_texts_that_come_and_go_are_those_of_generate(pair, rows: int, schedule: str) -> None:
     asked = [(prompt_of(number), *each) for number, each in enumerate(zip(NEW_TOKENS, SAMPLINGS, strict=True))]
     with configured(pair.drafter, num_assistant_tokens=3, num_assistant_tokens_schedule=schedule):
-        batch = Batch(pair.drafter, max_rows=rows, context=128, prefill_chunk=8)
-        written = write_all(batch, [text_of(*each, pair.target) for each in asked])
+        batch = batch_of(pair.drafter, rows, context=128, chunk=8)
+        written = write_all(batch, [text_of(*each) for each in asked])
     assert batch.stats.drafted > 0
     assert written == [plain(pair.target, *each) for each in asked]
 

@@ -23,14 +23,14 @@ def wait_until(condition, seconds=20):
 
 
 def test_a_client_that_goes_away_frees_its_row(served, client):
-    cancelled = served.engine.requests.get("cancelled", 0)
+    cancelled = served.engine.scheduler.requests.get("cancelled", 0)
     stream = chat(client, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
     stream.close()
-    wait_until(lambda: served.engine.requests.get("cancelled", 0) == cancelled + 1)
+    wait_until(lambda: served.engine.scheduler.requests.get("cancelled", 0) == cancelled + 1)
     with pytest.raises(openai.APITimeoutError):
         chat(client.with_options(timeout=0.3), extra_body={"ignore_eos": True}, n=4)
-    wait_until(lambda: served.engine.running == served.engine.waiting == 0)
+    wait_until(lambda: not served.engine.scheduler.texts)
     assert served.engine.batch.texts == []
 
 
@@ -42,8 +42,8 @@ def test_a_full_queue_says_when_to_come_back(pair):
         next(iter(first))
         second = threading.Thread(target=lambda: chat(client, max_tokens=2))
         second.start()
-        wait_until(lambda: small.engine.waiting == 1)
-        small.engine.round_s = 1e6  # rounds that take so long that the longest wait is told
+        wait_until(lambda: len(small.engine.scheduler.waiting) == 1)
+        small.engine.batch.stats.verify_s = 1e6  # rounds that take so long that the longest wait is told
         with pytest.raises(openai.RateLimitError) as caught:
             chat(client)
         assert caught.value.response.headers["retry-after"] == "60"

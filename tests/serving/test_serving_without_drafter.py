@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from batches import plain, text_of, write_all
+from batches import batch_of, plain, text_of, write_all
 
 from eagle31_hf import NoDrafter
-from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.session import ChatSession
 from eagle31_hf.serving.text import Sampling
 from eagle31_hf.texts.chats import encode_chat
@@ -33,7 +32,7 @@ def prompts_of(pair: LoadedPair) -> list[list[int]]:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.thorough(every=2)
 def test_texts_are_plains_alone_and_in_a_crowd(rows: int, pair: LoadedPair, alone: NoDrafter) -> None:
-    batch = Batch(alone, max_rows=rows, context=512, prefill_chunk=32)
+    batch = batch_of(alone, rows, context=512, chunk=32)
     asked = [(prompt, sampling) for prompt in prompts_of(pair) for sampling in SAMPLINGS]
     texts = [text_of(prompt, NEW_TOKENS, sampling) for prompt, sampling in asked]
     assert write_all(batch, texts) == [plain(pair.target, prompt, NEW_TOKENS, how) for prompt, how in asked]
@@ -53,7 +52,7 @@ def test_it_answers_by_the_api(pair: LoadedPair, alone: NoDrafter) -> None:
 
 
 def test_a_prompt_of_one_token(pair: LoadedPair, alone: NoDrafter) -> None:
-    batch = Batch(alone, max_rows=2, context=512, prefill_chunk=32)
+    batch = batch_of(alone, 2, context=512, chunk=32)
     asked = [([5], SAMPLINGS[0]), ([7], SAMPLINGS[1])]
     assert write_all(batch, [text_of(prompt, NEW_TOKENS, how) for prompt, how in asked]) == [
         plain(pair.target, prompt, NEW_TOKENS, how) for prompt, how in asked

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from batches import plain, read_in_pieces, text_of, write_all
+from batches import batch_of, plain, read_in_pieces, text_of, write_all
 
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.graphs.fixed_cache import FixedShapeCache
 from eagle31_hf.graphs.steps import GraphKey, GraphMaker, Step, tensors_in
 from eagle31_hf.loop.pair import Pair
-from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.text import Sampling
 from helpers import drafter_of, random_prompts, target_of
 
@@ -67,8 +66,8 @@ def test_it_asks_for_the_graphs_of_generate_and_writes_its_texts(drafter: Any, s
         wanted.append(plain(target, prompt, NEW_TOKENS, sampling, assistant_model=drafter))
         assert drafter.stats.fallbacks == []
     by_server = noting(drafter)
-    batch = Batch(drafter, max_rows=1, context=128, prefill_chunk=16)
-    assert write_all(batch, [text_of(prompt, NEW_TOKENS, sampling, target) for prompt in prompts]) == wanted
+    batch = batch_of(drafter, 1, context=128, chunk=16)
+    assert write_all(batch, [text_of(prompt, NEW_TOKENS, sampling) for prompt in prompts]) == wanted
     assert batch.stats.fallbacks == []
     assert len(by_server.met) > 2
     kept = {key: by_generate.met.get(key) for key in by_server.met}
@@ -79,7 +78,7 @@ def test_scores_that_are_no_numbers_end_the_text(drafter: Any) -> None:
     """Graphs of `generate` do not look."""
     target = target_of("llama")
     noting(drafter)
-    batch = Batch(drafter, max_rows=1, context=128, prefill_chunk=16)
+    batch = batch_of(drafter, 1, context=128, chunk=16)
     text = text_of((5, 6, 7), NEW_TOKENS)
     with torch.inference_mode():
         read_in_pieces(batch, text, writing=False)

@@ -26,11 +26,11 @@ def test_text_goes_through_up_to_the_first_stop_however_it_is_cut(text, stops, d
         assert shown == text[:first] or any(text[:at].find(stop) == len(shown) for stop in stops)
     else:
         assert first is None
-        assert shown + scanner.flush() == text
+        assert shown + scanner.feed("", is_last=True) == text
 
 
 def writer_of(pair, most, **request):
-    return Writer(pair.tokenizer, Request((1,), most, **request), frozenset([2]))
+    return Writer(pair.tokenizer, Request((1,), most, end_ids=frozenset([2]), **request))
 
 
 def test_a_text_ends_in_the_middle_of_a_round(pair):
@@ -85,8 +85,8 @@ def test_a_text_begins_with_the_space_that_its_first_word_has(sentencepiece):
     prompt = ids_of(sentencepiece, "<s>", "▁Once")
     request = Request(tuple(prompt), 30)
     words = ids_of(sentencepiece, "▁upon", "▁a", "▁time", "s")
-    assert Writer(sentencepiece, request, frozenset()).append(words)[1] == " upon a times"
-    alone = Writer(sentencepiece, Request((1,), 30), frozenset())
+    assert Writer(sentencepiece, request).append(words)[1] == " upon a times"
+    alone = Writer(sentencepiece, Request((1,), 30))
     assert alone.append(words)[1] + alone.append([2])[1] == "upon a times", "at a text's beginning there is no space"
 
 

@@ -16,9 +16,9 @@ import transformers as hf
 from torch import nn
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.drafter.default_config import default_config
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, NotAttachedError
 from eagle31_hf.targets.binding import TargetBinding
+from eagle31_hf.targets.fresh_drafter import default_config
 from helpers import (
     CONFIGS,
     DEMO_DRAFTER,
@@ -54,7 +54,7 @@ def llama() -> Any:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_hooks_see_what_output_hidden_states_shows(name: str) -> None:
     target = random_target(CONFIGS[name]())
-    config = default_config(target, num_aux_hidden_states=LAYERS + 1, aux_layers=list(range(LAYERS + 1)))
+    config = default_config(target.config, num_aux_hidden_states=LAYERS + 1, aux_layers=list(range(LAYERS + 1)))
     binding = TargetBinding(target, config)
     ids = torch.tensor(random_prompts(1, longest=20)[0])[None]
     with binding.capturing():
@@ -71,7 +71,7 @@ def test_hooks_see_what_output_hidden_states_shows(name: str) -> None:
 
 
 def test_taps_are_handed_over_once_and_only_while_capturing(llama: Any) -> None:
-    binding = TargetBinding(llama, default_config(llama))
+    binding = TargetBinding(llama, default_config(llama.config))
     ids = torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         llama(ids)
@@ -89,7 +89,7 @@ def test_taps_are_handed_over_once_and_only_while_capturing(llama: Any) -> None:
 def test_aux_order_is_the_configs(llama: Any) -> None:
     ids = torch.tensor([[3, 4, 5]])
     shown = llama(ids, output_hidden_states=True).hidden_states
-    binding = TargetBinding(llama, default_config(llama, aux_layers=[3, 0, 3]))
+    binding = TargetBinding(llama, default_config(llama.config, aux_layers=[3, 0, 3]))
     with binding.capturing():
         llama(ids)
         assert torch.equal(binding.take_aux(), torch.cat((shown[3], shown[0], shown[3]), -1))
@@ -201,7 +201,7 @@ def test_reduced_vocabulary_over_a_shared_head_keeps_the_gathered_rows_only(llam
 
 def refused(target: Any, **overrides: Any) -> str:
     fitting = random_target(CONFIGS["llama"]())
-    config = default_config(fitting, **overrides)
+    config = default_config(fitting.config, **overrides)
     with pytest.raises((IncompatibleTargetError, ConfigurationError)) as caught:
         Eagle31Drafter(config).attach(target)
     if isinstance(target, nn.Module):
@@ -269,7 +269,7 @@ def test_compiled_before_attaching(llama: Any) -> None:
     llama.forward = torch.compile(llama.forward, backend="eager")
     with torch.no_grad():
         llama(ids)
-    binding = TargetBinding(llama, default_config(llama))
+    binding = TargetBinding(llama, default_config(llama.config))
     binding.taps._handles.pop().remove()  # what a graph compiled without the hook does: the tap does not run
     with torch.no_grad(), binding.capturing():
         llama(ids)
@@ -280,7 +280,7 @@ def test_compiled_before_attaching(llama: Any) -> None:
 @pytest.mark.contract
 @torch.no_grad()
 def test_hooks_survive_compiling_in_one_graph(llama: Any) -> None:
-    binding = TargetBinding(llama, default_config(llama))
+    binding = TargetBinding(llama, default_config(llama.config))
     compiled = torch.compile(llama.forward, backend="eager", fullgraph=True)
     ids = torch.tensor([[3, 4, 5, 6]])
     shown = llama(ids, output_hidden_states=True).hidden_states

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle31_hf.demo import CONVERSATIONS
-from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.errors import Eagle31Error, TrainingError
+from eagle31_hf.texts.conversations import read_conversations
 from eagle31_hf.texts.prompts import PLACEHOLDER, embedded_prompts, evenly, read_prompts
 from helpers import SHARED
 
@@ -43,12 +44,6 @@ def test_user_turns_alone_are_asked_by_the_first_also_behind_a_system_prompt(tmp
     assert [[turn["content"] for turn in prompt.messages] for prompt in prompts] == [["Be brief.", "t"], ["t"]]
 
 
-def test_a_part_of_a_prompt_that_cannot_be_read_is_named(tmp_path):
-    row = {"question": "Who?", "context": {"title": ["Anna"]}}
-    with pytest.raises(ConfigurationError, match=r"line 1: no prompt in .*\(.*context: content is dict; wanted text\)"):
-        read_prompts([write(tmp_path / "file.jsonl", row)])
-
-
 def test_an_opening_ends_with_the_users_third_turn_at_most(tmp_path):
     turns = [{"role": "assistant" if i % 2 else "user", "content": str(i)} for i in range(8)]
     rows = {"conversations": turns}, {"conversations": turns[:2]}, {"turns": ["t", "u"]}
@@ -77,51 +72,49 @@ def test_a_hub_data_set_is_read_by_its_test_split(monkeypatch):
 
     def load(repository, config):
         asked.append((repository, config))
+        if repository != "org/data":
+            raise ConnectionError("no way\nthere")
         return {"train": [{"prompt": "no"}], "test": [{"prompt": "yes", "category": "kind"}]}
 
     monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("datasets.get_dataset_config_names", lambda repository: ["qualitative"])
     (prompt,) = read_prompts(["speed=org/data:qualitative"])
-    assert asked == [("org/data", "qualitative")]
     assert (prompt.id, prompt.category, prompt.messages[0]["content"]) == ("speed/1", "kind", "yes")
-    assert read_prompts(["org/data:x:train"])[0].messages[0]["content"] == "no"
-    with pytest.raises(ConfigurationError, match="no split 'dev'; it has train, test"):
+    assert read_prompts(["org/data:train"])[0].messages[0]["content"] == "no"
+    assert read_conversations(["org/data:x:train"])[0].messages[0]["content"] == "no"
+    assert asked == [("org/data", "qualitative"), ("org/data", None), ("org/data", "x")]
+    with pytest.raises(TrainingError, match="no split 'dev'; it has train, test"):
         read_prompts(["org/data:x:dev"])
-
-
-def test_a_hub_data_set_that_is_not_to_be_had(monkeypatch):
-    def load(repository, config):
-        raise ConnectionError("no way\nthere")
-
-    monkeypatch.setattr("datasets.load_dataset", load)
-    with pytest.raises(ConfigurationError, match=r"'org/data' was not to be had \(no way\)"):
-        read_prompts(["org/data"])
+    with pytest.raises(TrainingError, match=r"'org/other', and the Hub did not give it: no way; check"):
+        read_prompts(["org/other"])
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("row", "message"),
     [
-        ([{"turns": []}], "line 1: no prompt"),
-        ([{"turns": ["  "]}], "line 1: no prompt"),
-        ([{"question_id": 1}], "line 1: no prompt"),
-        ([{"messages": [{"role": "assistant", "content": "A"}]}], "line 1: no prompt"),
-        ([{"conversations": []}], "line 1: no prompt"),
-        ([{"prompt": 3}], "line 1: no prompt"),
-        ([{"text": "not asked"}], "line 1: no prompt"),
-        (["a string"], "line 1: .* is no JSON object"),
-        ([{"id": 7, "prompt": "a"}, {"id": 7, "prompt": "b"}], r"1 prompt ids stand more than once \(file/7\)"),
-        ([{"turns": [f"{PLACEHOLDER}: x"], "category": "rag"}], "placeholders: .*prepare.py"),
-        ([], "are empty"),
+        ({"turns": ["  "]}, "line 1: no prompt"),
+        ({"question_id": 1}, "line 1: no messages"),
+        ({"messages": [{"role": "assistant", "content": "A"}]}, "line 1: no prompt"),
+        ({"text": "not asked"}, "line 1: no prompt"),
+        ("a string", "line 1: a row is str"),
+        ({"turns": [f"{PLACEHOLDER}: x"], "category": "rag"}, "placeholders: .*prepare.py"),
     ],
 )
-def test_bad_rows_are_told_with_their_line(tmp_path, rows, message):
-    with pytest.raises(ConfigurationError, match=message):
-        read_prompts([write(tmp_path / "file.jsonl", *rows)])
+def test_bad_rows_are_told_with_their_line(tmp_path, row, message):
+    with pytest.raises(TrainingError, match=message):
+        read_prompts([write(tmp_path / "file.jsonl", row)])
 
 
-@pytest.mark.parametrize("place", ["nowhere.jsonl", "what is this"])
-def test_a_place_that_is_none(place):
-    with pytest.raises(ConfigurationError, match=r"cannot be read|neither a file"):
-        read_prompts([place])
+def test_sources_that_give_no_prompt_or_one_twice(tmp_path):
+    same = [{"id": 7, "prompt": "a"}, {"id": 7, "prompt": "b"}]
+    for source, message in (
+        (write(tmp_path / "empty.jsonl"), "are empty"),
+        (write(tmp_path / "file.jsonl", *same), r"1 prompt ids stand more than once \(file/7\)"),
+        ("nowhere.jsonl", "no file or folder 'nowhere.jsonl'"),
+        ("what is this", "'what is this' where prompts are wanted"),
+    ):
+        with pytest.raises(Eagle31Error, match=message):
+            read_prompts([source])
 
 
 def test_two_files_may_be_told_apart_by_names(tmp_path):

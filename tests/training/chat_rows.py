@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data import render_turns
+from eagle31_hf.training.progress import StopRequest
 from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.training.train import Run
 
 CHAT = [
     {"role": "user", "content": "Two apples cost 4 dollars. What do five cost?"},
@@ -30,3 +35,9 @@ def writing(**fields: Any) -> TrainingSettings:
     """Settings by which the target writes a few tokens, greedily."""
     defaults = {"regenerate": "each", "temperature": (0.0,), "max_new_tokens": 6, "write_rows": 4, "max_length": 1024}
     return TrainingSettings("target", ("rows.jsonl",), Path("out"), **(defaults | fields))
+
+
+def run_of(settings: TrainingSettings, target: Any, tokenizer: Any, log: io.StringIO | None = None) -> Run:
+    """A run that says what it does to `log`."""
+    console = Console(file=log or io.StringIO(), width=200)
+    return Run(settings, target, tokenizer, console, StopRequest(console))

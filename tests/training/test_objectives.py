@@ -12,8 +12,8 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.session import DraftSession
-from eagle31_hf.errors import ConfigurationError, TrainingError
-from eagle31_hf.texts.rows import Conversation, conversation_from_row
+from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data import (
     NOT_WRITTEN,
     Document,
@@ -26,12 +26,12 @@ from eagle31_hf.training.data import (
 from eagle31_hf.training.objectives import (
     TOKEN_WEIGHT,
     AcceptanceModel,
+    answering,
     compute_features,
     cross_entropy,
     require_stage_two,
-    written_starts,
 )
-from eagle31_hf.training.writing import own_temperature, regenerate
+from eagle31_hf.training.writing import regenerate
 from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded, target_of
 
 STEPS, TOP_K = 3, 7
@@ -68,7 +68,8 @@ def test_rows_say_which_tokens_the_target_wrote_and_how_warmly() -> None:
     expected = [NOT_WRITTEN] * 5 + [1.0] * 7 + [NOT_WRITTEN] * 4 + [0.0] * 5 + [NOT_WRITTEN] * (6 + 3)
     assert batch.written_at[0].tolist() == expected
     # A root must have been written, and a token must follow that a draft could be.
-    assert written_starts(batch)[0].nonzero().squeeze(1).tolist() == [4, 5, 6, 7, 8, 9, 15, 16, 17, 18]
+    roots = answering(batch, batch.written_at[:, :-1] != NOT_WRITTEN)
+    assert roots[0].nonzero().squeeze(1).tolist() == [5, 6, 7, 8, 9, 10, 16, 17, 18, 19]
 
 
 def test_answers_keep_the_temperature_they_were_written_at(tmp_path: Any) -> None:
@@ -80,9 +81,6 @@ def test_answers_keep_the_temperature_they_were_written_at(tmp_path: Any) -> Non
     for row, found in zip(written, render_documents(written, tokenizer, max_length=64).documents, strict=True):
         assert found.temperature == row.answer_temperature
         assert found.input_ids[found.written_from :] == list(row.answer_ids)
-    assert own_temperature(target) == 0.0
-    with pytest.raises(TrainingError, match="answer_temperature is 'warm'"):
-        conversation_from_row({"prompt": "x", "answer_temperature": "warm"}, where="a", fallback_id="a", category="a")
 
 
 # --- the objective ----------------------------------------------------------------------------------------------------

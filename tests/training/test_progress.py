@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import io
-from typing import Any
-from unittest import mock
 
 import pytest
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
 from eagle31_hf.errors import TrainingError
-from eagle31_hf.training import train
 from eagle31_hf.training.progress import Counting, LiveProgress
 
 
-@pytest.mark.parametrize(("resumes", "first", "says"), [(False, 4, False), (True, 4, True), (True, 0, False)])
-def test_only_what_an_earlier_run_has_left_is_said_to_be_kept(resumes, first, says):
+def test_a_log_gets_a_line_at_the_end() -> None:
     log = io.StringIO()
-    with Counting(Console(file=log), "the target writes", 10, resumes=resumes) as counting:
-        for count in (first, 3, 3):
+    with Counting(Console(file=log), "the target writes", 10) as counting:
+        for count in (4, 3, 3):
             counting.advance(count)
-    assert ("kept from an earlier run" in log.getvalue()) == says
-    assert f"{first + 6} of 10 in" in log.getvalue()
+    (line,) = log.getvalue().splitlines()
+    assert line.startswith("the target writes: 10 of 10 in")
 
 
 def test_the_bar_moves_while_no_text_has_ended() -> None:
@@ -47,11 +43,11 @@ def test_the_bar_says_that_acceptance_is_measured() -> None:
     assert counting.figures == ", loss 2.00, accuracy 0.50 to 0.40"
 
 
-def test_the_bar_ends_where_training_ends_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, console = mock.Mock(), Console(file=io.StringIO(), force_terminal=True)
-    trainer.return_value.train.side_effect = TrainingError("the loss is nan")
-    monkeypatch.setattr(train, "DistillationTrainer", trainer)
-    run: Any = mock.Mock(console=console, stage="stage1", checkpoint=None)
-    with pytest.raises(TrainingError, match="the loss is nan"):
-        train._Run._train(run, None, None, [], 4)
-    assert not trainer.call_args.kwargs["callbacks"][0]._counting.bar.live.is_started
+def test_the_bar_ends_where_the_work_ends_by_an_error() -> None:
+    written = io.StringIO()
+    counting = Counting(Console(file=written, force_terminal=True), "training", 8)
+    counting.advance(3)
+    with pytest.raises(TrainingError), counting:
+        raise TrainingError("the loss is nan")
+    assert not counting.bar.live.is_started
+    assert "training: stopped at 3 of 8" in written.getvalue()

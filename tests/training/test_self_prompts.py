@@ -7,14 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+from chat_rows import run_of
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.rows import Conversation
-from eagle31_hf.training.preparation import Preparation, resolve
 from eagle31_hf.training.self_prompts import (
     FEWEST_AT_A_TIME,
     is_new,
@@ -160,8 +159,8 @@ def test_self_written_and_given_prompts_are_learned_from_together(tmp_path: Path
         max_length=96, write_rows=8, temperature=(0.0,),
     )  # fmt: skip
     log = io.StringIO()
-    preparation = Preparation(resolve(told, target), target, tokenizer, Console(file=log, width=200))
-    documents, prompts = preparation.read_texts()
+    run = run_of(told, target, tokenizer, log)
+    documents, prompts = run.read_texts()
     ids = {document.id for document in documents.documents}
     assert len(ids) + len(prompts) == 15
     assert any(name.startswith("self-") for name in ids)

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_rows import render, writing
-from rich.console import Console
+from chat_rows import render, run_of, writing
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.texts.chats import encode_chat
 from eagle31_hf.texts.rows import Conversation, conversation_from_row
 from eagle31_hf.training.measure import evaluation_prompts
-from eagle31_hf.training.preparation import Preparation, resolve
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.writing import regenerate
 
@@ -137,8 +135,8 @@ def test_a_base_model_learns_from_either_kind_of_row(
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", max_new_tokens=4, max_length=64,
         regenerate=regenerate_turns, temperature=(0.0,),
     )  # fmt: skip
-    preparation = Preparation(resolve(told, target), target, base_tokenizer, Console(file=io.StringIO()))
-    documents, prompts = preparation.read_texts()
+    run = run_of(told, target, base_tokenizer)
+    documents, prompts = run.read_texts()
     assert (len(documents.documents), len(prompts)) == (5, 1)
     assert documents.supervised_tokens > 0
 
@@ -162,7 +160,7 @@ def test_what_was_left_out_or_learned_apart_is_said(tmp_path: Path, target, toke
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", max_length=64, regenerate="none",
     )  # fmt: skip
     said = io.StringIO()
-    documents, _ = Preparation(resolve(told, target), target, tokenizer, Console(file=said, width=200)).read_texts()
+    documents, _ = run_of(told, target, tokenizer, said).read_texts()
     assert f"1 without any text left out, the first: {rows}, row 2" in " ".join(said.getvalue().split())
     assert "4 conversations and 4 turns that the template rewrites later" in said.getvalue(), said.getvalue()
     assert len(documents.documents) == 8

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
-from chat_rows import CHAT
-from rich.console import Console
+from chat_rows import CHAT, run_of
 from safetensors.torch import load_file
 from tiny_training import make_drafter, make_target
 
@@ -23,8 +21,7 @@ from eagle31_hf.drafter import loading
 from eagle31_hf.errors import ConfigurationError, Eagle31Error, TrainingError
 from eagle31_hf.training import train
 from eagle31_hf.training.measure import EvaluationPrompt
-from eagle31_hf.training.preparation import Preparation
-from eagle31_hf.training.progress import StopRequest
+from eagle31_hf.training.progress import describe_kept
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.train import train_drafter
 from warm_processes import finish, start_group
@@ -91,7 +88,7 @@ def test_a_run_has_as_many_steps_as_its_minutes_hold(tmp_path: Path, monkeypatch
     )  # fmt: skip
     with pytest.raises(TrainingError, match=r"0\.0 of the minutes are left .* take 0\.1; give more minutes"):
         train_drafter(replace(told, minutes=0.04))
-    report = train_drafter(told)
+    report = train_drafter(replace(told, resume=True))
     assert [(stage.name, stage.steps) for stage in report.stages] == [("stage1", 3)]  # and a measurement: 7 of 7.8 s
     resumed = train_drafter(replace(told, minutes=0.5, resume=True))
     assert resumed.plan.steps == 3
@@ -127,7 +124,7 @@ def misfitting(folder: Path) -> dict[str, object]:
 def test_a_drafter_that_cannot_be_trained_is_refused_before_the_target_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], dict[str, Any]], message: str
 ) -> None:
-    monkeypatch.setattr(Preparation, "read_texts", lambda self: pytest.fail("the target writes for hours"))
+    monkeypatch.setattr(train.Run, "read_texts", lambda self: pytest.fail("the target writes for hours"))
     told = TrainingSettings(
         target=str(target_path()), prompts=("self:9",), out=tmp_path / "out", device="cpu", dtype="float32"
     )
@@ -138,17 +135,28 @@ def test_a_drafter_that_cannot_be_trained_is_refused_before_the_target_writes(
 def test_texts_to_measure_on_are_greedy_ones_and_those_that_are_served(
     tmp_path: Path, target, tokenizer, drafter, monkeypatch
 ) -> None:
+    """Written once: a run that goes on finds them in its folder."""
     told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path)
-    written = io.StringIO()
-    console = Console(file=written, width=200)
-    PartialState(cpu=True)
-    run = train._Run(told, target, tokenizer, console, StopRequest(console))
+    log, generate, written = io.StringIO(), target.generate, list[Any]()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        written.extend(kwargs["input_ids"] if "custom_generate" not in kwargs else ())
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(target, "generate", counted)
+    run = run_of(told, target, tokenizer, log)
     prompts = [EvaluationPrompt([1, 5, 9], "a"), EvaluationPrompt([1, 7, 8, 4], "b")]
-    assert [texts.temperature for texts in run._known_texts(drafter, prompts)] == [0.0, 1.0]
+    first, again = (run._known_texts(drafter, prompts) for _ in range(2))
+    assert [texts.temperature for texts in first] == [0.0, 1.0]
+    assert len(written) == 2 * len(prompts)
+    for ours, theirs in zip(first, again, strict=True):
+        assert [text.text.ids.tolist() for text in ours.texts] == [text.text.ids.tolist() for text in theirs.texts]
+    assert describe_kept(tmp_path) == "4 texts to measure on"
     run.settings = replace(run.settings, temperature=(0.7,))
     monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.3)
     assert [texts.temperature for texts in run._known_texts(drafter, prompts)] == [0.0, 0.7]
-    assert "without what looks at the text (of RepetitionPenaltyLogitsProcessor" in written.getvalue()
+    assert len(written) == 3 * len(prompts)
+    assert "without what looks at the text (of RepetitionPenaltyLogitsProcessor" in log.getvalue()
 
 
 def joint_run(rows: str, out: str, batch_rows: int) -> None:
@@ -158,6 +166,9 @@ def joint_run(rows: str, out: str, batch_rows: int) -> None:
         max_new_tokens=6, max_length=32, draft_vocab_size=256, epochs=1.0, eval_steps=9,
         device="cpu", dtype="float32",
     ))  # fmt: skip
+    threads = [(task / "comm").read_text() for task in Path("/proc/self/task").glob("*")]
+    # They would abort the process as it ends, now and then.
+    assert not any("gloo" in name for name in threads), threads
 
 
 @pytest.mark.slow
@@ -171,6 +182,11 @@ def test_two_processes_write_and_train_as_one(tmp_path: Path) -> None:
     for name in ("rows", "tokens", "supervised_tokens", "coverage"):
         assert one["plan"][name] == two["plan"][name], name
     assert one["plan"]["steps"] == two["plan"]["steps"]
+    texts = [
+        {kind: counts["rounds"] + counts["accepted"] for kind, counts in each["stages"][0]["acceptance"].items()}
+        for each in (one, two)
+    ]
+    assert texts[0] == texts[1], "tokens that acceptance is measured on, by kind, those of both processes"
     vocabularies = [load_file(tmp_path / name / "model.safetensors")["d2t"] for name in ("1", "2")]
     assert torch.equal(*vocabularies)
     assert two["stages"][0]["loss"] == pytest.approx(one["stages"][0]["loss"], rel=1e-3)

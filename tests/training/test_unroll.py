@@ -13,11 +13,10 @@ from eagle31_hf.training import objectives
 from eagle31_hf.training.data import Document, PackedDocuments, collate
 from eagle31_hf.training.objectives import (
     DistillationModel,
+    answering,
     compute_features,
     cross_entropy,
     make_teacher,
-    step_losses,
-    supervised_positions,
     unroll,
 )
 
@@ -60,12 +59,9 @@ def test_vectorised_loss_equals_a_loop_over_inference(target, fields: dict, monk
     monkeypatch.setattr(objectives, "CACHED_NUMBERS", 3 * len(drafter.draft_ids))  # several blocks, the last one short
     documents = make_documents(4)
     batch = batch_of(documents, rows=9)
-    logits = compute_features(drafter.binding, batch.input_ids, batch.position_ids)
-    rows = supervised_positions(batch).flatten().nonzero().squeeze(1)
-    teacher = make_teacher(logits.logits.flatten(0, 1), rows, drafter.draft_ids)
     wanted = [sum(sums) for sums in zip(*(naive_losses(drafter, d, 4) for d in documents), strict=True)]
     for steps in range(1, 5):
-        found = step_losses(drafter, batch, logits.aux, teacher, steps=steps)
+        found = DistillationModel(drafter, steps=steps)(**vars(batch))
         assert found.sums.tolist() == pytest.approx(wanted[:steps], rel=1e-5, abs=1e-5)
     assert min(wanted) > 0
 
@@ -100,20 +96,20 @@ def test_hits_are_the_targets_likeliest_tokens(target) -> None:
     drafter = make_drafter(target)
     batch = batch_of(make_documents(), rows=9)
     features = compute_features(drafter.binding, batch.input_ids, batch.position_ids)
-    rows = supervised_positions(batch).flatten().nonzero().squeeze(1)
+    rows = answering(batch, batch.loss_mask[:, 1:]).flatten().nonzero().squeeze(1)
     logits = features.logits.flatten(0, 1)
     teacher = make_teacher(logits, rows, drafter.draft_ids)
-    draftable = torch.isin(logits[rows].argmax(-1), drafter.draft_ids)
-    assert teacher.rows.tolist() == rows[draftable].tolist()
-    assert torch.equal(drafter.draft_ids[teacher.best], logits[teacher.rows].argmax(-1))
-    assert torch.equal(teacher.best, teacher.log_probs.argmax(-1))
+    likeliest, learned = logits[rows].argmax(-1), teacher.best >= 0
+    assert torch.equal(learned, torch.isin(likeliest, drafter.draft_ids))
+    assert torch.equal(drafter.draft_ids[teacher.best[learned]], likeliest[learned])
     # Drafting from the teacher's own states: every hit is one, and no other.
-    first = next(unroll(drafter, batch, features.aux, 1)).flatten(0, 1)[teacher.rows - 1]
-    expected = int((drafter.draft_logits(first).argmax(-1) == teacher.best).sum())
-    found = step_losses(drafter, batch, features.aux, teacher, steps=1)
-    assert found.correct.tolist() == [expected]
+    first = next(unroll(drafter, batch, features.aux, 1)).flatten(0, 1)[rows - 1]
+    hits = drafter.draft_logits(first).argmax(-1) == teacher.best
+    found = DistillationModel(drafter, steps=1)(**vars(batch))
+    assert (found.correct.tolist(), found.counts.tolist()) == ([int(hits.sum())], [int(learned.sum())])
     unsorted = drafter.draft_ids.flip(0)  # a published mapping need not ascend
-    assert torch.equal(make_teacher(logits, rows, unsorted).best, len(unsorted) - 1 - teacher.best)
+    flipped = make_teacher(logits, rows, unsorted).best[learned]
+    assert torch.equal(flipped, len(unsorted) - 1 - teacher.best[learned])
 
 
 def test_the_loss_is_its_formula() -> None:

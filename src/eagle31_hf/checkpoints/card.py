@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -178,21 +179,40 @@ def prepare_upload(folder: Path, repo_id: str, *, license: str | None = None) ->
 
 
 def _card(folder: Path, repo_id: str, license: str | None) -> str:
-    written = folder / CARD_FILE
-    text = written.read_text(encoding="utf-8") if written.exists() else None
-    # As it was filled for some repository: filled anew for this one.
-    named = re.search(r'from_pretrained\("(.+)", target=target\)', text or "")
-    if text is not None and named is not None and (folder / RECORD_FILE).exists():
-        stated = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
-        text = None if text == fill_card(folder, named[1], license=stated) else text
+    text = _card_by_hand(folder)
     if text is None:
         return fill_card(folder, repo_id, license=license)
     if license is not None:
         raise PublishingError(
-            f"got licence {license!r}, but {written} was written by hand and is published as it is; state the licence "
-            "there, or remove it"
+            f"got licence {license!r}, but {folder / CARD_FILE} was written by hand and is published as it is; state "
+            "the licence there, or remove it"
         )
     return text
+
+
+def _card_by_hand(folder: Path) -> str | None:
+    """The card that was written or changed by hand; `None`: there is none, or one that can be filled anew."""
+    if not (folder / CARD_FILE).is_file():
+        return None
+    text = (folder / CARD_FILE).read_text(encoding="utf-8")
+    named = re.search(r'from_pretrained\("(.+)", target=target\)', text)
+    if named is None or not (folder / RECORD_FILE).is_file():
+        return text
+    stated = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
+    return None if text == fill_card(folder, named[1], license=stated) else text
+
+
+def carry_records(origin: Path, folder: Path) -> None:
+    """Give a checkpoint in `folder` the card and the record of the one in `origin` that it was made from; a card that
+    was filled there is filled anew."""
+    if origin.resolve() == folder.resolve():
+        return
+    records = [name for name in (CARD_FILE, RECORD_FILE) if (origin / name).is_file()]
+    for name in records:
+        shutil.copyfile(origin / name, folder / name)
+    with suppress(PublishingError):  # of a record that is not whole no card can be filled
+        if CARD_FILE in records and _card_by_hand(origin) is None:
+            (folder / CARD_FILE).write_text(fill_card(folder, folder.name), encoding="utf-8")
 
 
 def upload(
@@ -244,9 +264,7 @@ def publish_checkpoint(checkpoint: Checkpoint, origin: Path, repo_id: str, **opt
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_checkpoint(checkpoint, folder, format=default_format(checkpoint.config))
-        for record in set(PUBLISHED_FILES) - {CONFIG_FILE, WEIGHTS_FILE}:
-            if (origin / record).is_file():
-                shutil.copyfile(origin / record, folder / record)
+        carry_records(origin, folder)
         return publish_folder(folder, repo_id, **options)
 
 

@@ -11,8 +11,8 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from ..config import Eagle31Config
+from ..config import Eagle31Config, MtpConfig
 from ..errors import CheckpointFormatError, ConfigurationError
 from .checks import (
     check_rope,
@@ -41,11 +41,12 @@ from .layouts import (
     canonical_name,
     check_expressible,
     detect_layout,
+    expected_shapes,
     has_reduced_vocabulary,
     stored_name,
     written_layout,
 )
-from .mtp import SAVED, TOKENIZER_FILE, StoredHead, find_head, refuse_lost_head, write_head
+from .mtp import TOKENIZER_FILE, find_head, refuse_lost_head, write_head
 
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
@@ -81,11 +82,12 @@ def named_target(metadata: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """Facts of a checkpoint from its headers and config alone.
+    """A checkpoint understood and checked, from its headers and config alone: no tensor is loaded.
 
-    `tensors` maps stored names to shapes; `parameters` counts float tensors; `stored_bytes` all tensors.
-    `target` is the name of the model it is for, empty where the files do not say.
-    `aux_layers_as_stored` holds the layer ids as written, by place; `config.aux_layers` the same as `hs` indices.
+    Attributes:
+        stored: its tensors. names: our names of those that are read, and the stored ones; `t2d` included.
+        aux_layers_as_stored: the layer ids as written, by place; `config.aux_layers` holds them as `hs` indices.
+        unpack: tensors by our names, as they are stored, to those of the network.
     """
 
     source: str
@@ -93,38 +95,53 @@ class CheckpointSummary:
     format_title: str
     method: str
     config: Eagle31Config
-    dtype: str
-    parameters: int
-    stored_bytes: int
-    tensors: dict[str, tuple[int, ...]]
-    aux_layers_as_stored: dict[str, list[int]]
-    notes: tuple[str, ...]
-    target: str = ""
+    stored: StoredTensors
+    names: dict[str, str]
+    aux_layers_as_stored: dict[str, list[int]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)
+    unpack: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+
+    @property
+    def dtype(self) -> str:
+        """What floats are stored in."""
+        return self.stored.infos[self.names["fc.weight"]].dtype
+
+    @property
+    def parameters(self) -> int:
+        """Elements of float tensors."""
+        return sum(math.prod(info.shape) for info in self.stored.infos.values() if info.dtype in FLOAT_DTYPES)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(math.prod(info.shape) * _BYTES.get(info.dtype, 1) for info in self.stored.infos.values())
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Stored names to shapes."""
+        return {name: info.shape for name, info in self.stored.infos.items()}
+
+    @property
+    def target(self) -> str:
+        """The name of the model it is for, empty where the files do not say."""
+        return named_target(self.metadata)
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as JSON-ready values, the network's facts flattened beside the file's."""
-        facts = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                 "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states",
-                 "aux_norm", "norm_output", "norm_before_residual", "qk_norm", "fc_bias", "own_embedding",
-                 "own_lm_head", "rms_norm_eps", "max_position_embeddings", "rope_parameters", "aux_layers")  # fmt: skip
+        of_file = ("source", "format", "format_title", "method", "dtype", "parameters", "stored_bytes",
+                   "aux_layers_as_stored", "target")  # fmt: skip
+        of_network = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                      "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size",
+                      "num_aux_hidden_states", "aux_norm", "norm_output", "norm_before_residual", "qk_norm", "fc_bias",
+                      "own_embedding", "own_lm_head", "rms_norm_eps", "max_position_embeddings", "rope_parameters",
+                      "aux_layers")  # fmt: skip
         return {
-            **{name: value for name, value in vars(self).items() if name != "config"},
-            **{fact: getattr(self.config, fact) for fact in facts},
+            **{fact: getattr(self, fact) for fact in of_file},
+            **{fact: getattr(self.config, fact) for fact in of_network},
             "tensors": {name: list(shape) for name, shape in self.tensors.items()},
             "notes": list(self.notes),
         }
-
-
-@dataclass(frozen=True)
-class _Headers:
-    """A checkpoint understood and checked, with no tensor loaded."""
-
-    layout: Layout
-    config: Eagle31Config
-    stored_config: StoredConfig
-    raw_config: dict[str, Any]
-    tensors: StoredTensors
-    stored_names: dict[str, str]  # canonical -> stored, `t2d` included
 
 
 def read_checkpoint(
@@ -141,29 +158,38 @@ def read_checkpoint(
         CheckpointFormatError: not an EAGLE-3 / 3.1 drafter, incomplete, damaged or contradictory.
         UnsafeCheckpointError: a pickle that would run code; nothing was run.
     """
-    folder = resolve_checkpoint(path_or_id, **options)
-    if (head := find_head(folder)) is not None:
-        return _read_head(head, dtype)
-    headers = _headers_or_lost_head(folder)
-    loaded = headers.tensors.load(list(headers.stored_names.values()))
-    tensors = {ours: loaded.pop(theirs) for ours, theirs in headers.stored_names.items()}
-    _check_loaded(headers.config, tensors)
+    summary = inspect_checkpoint(path_or_id, **options)
+    loaded = summary.stored.load(summary.names.values())
+    tensors = summary.unpack({ours: loaded.pop(theirs) for ours, theirs in summary.names.items()})
+    _check_loaded(summary.config, tensors)
     tensors = {  # nebius stores d2t as int32
         name: tensor.long() if name == "d2t" else tensor.to(dtype or tensor.dtype)
         for name, tensor in tensors.items()
         if name != "t2d"
     }
-    headers.config.dtype = tensors["fc.weight"].dtype
-    return Checkpoint(headers.config, tensors, headers.layout.name, headers.stored_config.metadata)
+    summary.config.dtype = tensors["fc.weight"].dtype
+    return Checkpoint(summary.config, tensors, summary.format, summary.metadata)
 
 
-def _read_head(head: StoredHead, dtype: torch.dtype | None) -> Checkpoint:
-    config, tensors = head.config(), head.tensors()
-    _check_loaded(config, tensors)
-    tensors = {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in tensors.items()}
-    config.dtype = tensors["fc.weight"].dtype
-    tokenizer = head.folder / TOKENIZER_FILE
-    return Checkpoint(config, tensors, "mtp", {"tokenizer_file": str(tokenizer)} if tokenizer.is_file() else {})
+def inspect_checkpoint(path_or_id: str | os.PathLike[str], **options: Any) -> CheckpointSummary:
+    """What a checkpoint holds, from its headers and config only; options and errors as in `read_checkpoint`.
+
+    Values (NaN, the vocabulary map) are not looked at.
+    """
+    folder = resolve_checkpoint(path_or_id, **options)
+    if (head := find_head(folder)) is not None:
+        tokenizer = {"tokenizer_file": str(folder / TOKENIZER_FILE)} if (folder / TOKENIZER_FILE).is_file() else {}
+        config = head.config()
+        title = "a folder of its own" if head.family is None else f"inside its target ({config.family})"
+        return CheckpointSummary(
+            str(path_or_id), "mtp", title, "MTP head", config, head.stored, head.names, metadata=tokenizer,
+            unpack=head.unpack,
+        )  # fmt: skip
+    try:
+        return _read_headers(folder, str(path_or_id))
+    except CheckpointFormatError:
+        refuse_lost_head(folder)  # of a target that has lost its head, that is said instead of what it is
+        raise
 
 
 def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, format: str = "plain") -> None:
@@ -177,7 +203,7 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
         CheckpointFormatError: the tensors do not fit the config.
         CheckpointError: it cannot be written there; what was there stays.
     """
-    if checkpoint.config.model_type == SAVED:
+    if isinstance(checkpoint.config, MtpConfig):
         if format != "mtp":
             raise ConfigurationError(f"an MTP head cannot be written as {format}; its layout is mtp")
         _check_loaded(checkpoint.config, checkpoint.tensors)
@@ -185,7 +211,7 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
     layout = written_layout(format)
     config, tensors = checkpoint.config, checkpoint.tensors
     check_expressible(layout, config)
-    check_tensor_infos(config, {name: TensorInfo.of(tensor) for name, tensor in tensors.items()})
+    check_tensor_infos({name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, expected_shapes(config))
     _check_loaded(config, tensors)
     written = write_config_fields(layout, config, checkpoint.metadata)
     written["torch_dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
@@ -197,77 +223,10 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
     replace_checkpoint(Path(folder), written, stored)
 
 
-def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | None = None) -> CheckpointSummary:
-    """What a checkpoint holds, from its headers and config only; arguments and errors as in `read_checkpoint`.
-
-    Values (NaN, the vocabulary map) are not looked at.
-    """
-    folder = resolve_checkpoint(path_or_id, revision=revision)
-    if (head := find_head(folder)) is not None:
-        config = head.config()
-        title = "a folder of its own" if head.family is None else f"inside its target ({config.family})"
-        kind, dtype = ("mtp", title, "MTP head"), str(config.dtype).removeprefix("torch.")
-        return _summary(str(path_or_id), kind, config, dtype, head.infos)
-    headers = _headers_or_lost_head(folder)
-    method = "EAGLE 3.1" if headers.config.is_eagle31 else "EAGLE-3"
-    kind, infos = (headers.layout.name, headers.layout.title, method), headers.tensors.infos
-    dtype = infos[headers.stored_names["fc.weight"]].dtype
-    ids, notes = headers.stored_config.layer_ids, _caution_notes(headers)
-    summary = _summary(str(path_or_id), kind, headers.config, dtype, infos, ids, notes)
-    return replace(summary, target=named_target(headers.stored_config.metadata))
-
-
-def _summary(
-    source: str,
-    kind: tuple[str, str, str],
-    config: Eagle31Config,
-    dtype: str,
-    infos: Mapping[str, TensorInfo],
-    layer_ids: Mapping[str, list[int]] | None = None,
-    notes: tuple[str, ...] = (),
-) -> CheckpointSummary:
-    """`kind`: format, its title, and the method."""
-    parameters = sum(math.prod(info.shape) for info in infos.values() if info.dtype in FLOAT_DTYPES)
-    stored_bytes = sum(math.prod(info.shape) * _BYTES.get(info.dtype, 1) for info in infos.values())
-    shapes = {name: info.shape for name, info in infos.items()}
-    return CheckpointSummary(
-        source, *kind, config, dtype, parameters, stored_bytes, shapes, dict(layer_ids or {}), notes
-    )
-
-
-def _caution_notes(headers: _Headers) -> tuple[str, ...]:
-    """What a file cannot tell for sure and only acceptance would show."""
-    config, format, notes = headers.config, headers.layout.name, []
-    if format == "specforge" and config.norm_output and config.aux_norm == "none":
-        notes.append(
-            "SpecForge before its fix #879 (2026-09) wrote norm_output=true for drafters trained with pre-norm "
-            "feedback: if acceptance falls sharply after the first token, set norm_output to false"
-        )
-    if NESTED_LAYER_IDS in headers.stored_config.layer_ids and format in ("specforge", "modelopt"):
-        notes.append(
-            f"stored layer ids are read as SGLang does ({SGLANG_RULE}): hidden states {config.aux_layers}; if "
-            "acceptance is near chance, try their neighbours"
-        )
-    if config.sliding_window is not None:
-        notes.append(f"sliding window: the drafter sees {config.sliding_window} tokens back, as config.json says")
-    if headers.raw_config.get("quantization_config"):
-        notes.append("config.json has a quantization_config, the weights are floats: it is the target's, and not read")
-    return tuple(notes)
-
-
-def _headers_or_lost_head(folder: Path) -> _Headers:
-    """The headers of an EAGLE drafter. Of a target that has lost its MTP head, that is said instead of what it is."""
-    try:
-        return _read_headers(folder)
-    except CheckpointFormatError:
-        refuse_lost_head(folder)
-        raise
-
-
 # ---------------------------------------------------------------- reading, step by step
 
 
-def _read_headers(folder: Path) -> _Headers:
+def _read_headers(folder: Path, source: str) -> CheckpointSummary:
     refuse_other_contents(folder)
     raw_config = read_json(folder / CONFIG_FILE)
     _check_sections(raw_config)
@@ -295,9 +254,42 @@ def _read_headers(folder: Path) -> _Headers:
             )
         names = {ours: theirs for ours, theirs in names.items() if ours not in ("d2t", "t2d")}
     infos = {ours: stored.infos[theirs] for ours, theirs in names.items() if ours != "t2d"}
-    check_tensor_infos(config, infos)
+    check_tensor_infos(infos, expected_shapes(config))
     check_rope(config)  # after the shapes: now its sizes are those of tensors that exist
-    return _Headers(layout, config, stored_config, raw_config, stored, names)
+    return CheckpointSummary(
+        source,
+        layout.name,
+        layout.title,
+        "EAGLE 3.1" if config.is_eagle31 else "EAGLE-3",
+        config,
+        stored,
+        names,
+        stored_config.layer_ids,
+        _caution_notes(layout, config, stored_config, raw_config),
+        stored_config.metadata,
+    )
+
+
+def _caution_notes(
+    layout: Layout, config: Eagle31Config, stored: StoredConfig, raw_config: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """What a file cannot tell for sure and only acceptance would show."""
+    format, notes = layout.name, []
+    if format == "specforge" and config.norm_output and config.aux_norm == "none":
+        notes.append(
+            "SpecForge before its fix #879 (2026-09) wrote norm_output=true for drafters trained with pre-norm "
+            "feedback: if acceptance falls sharply after the first token, set norm_output to false"
+        )
+    if NESTED_LAYER_IDS in stored.layer_ids and format in ("specforge", "modelopt"):
+        notes.append(
+            f"stored layer ids are read as SGLang does ({SGLANG_RULE}): hidden states {config.aux_layers}; if "
+            "acceptance is near chance, try their neighbours"
+        )
+    if config.sliding_window is not None:
+        notes.append(f"sliding window: the drafter sees {config.sliding_window} tokens back, as config.json says")
+    if raw_config.get("quantization_config"):
+        notes.append("config.json has a quantization_config, the weights are floats: it is the target's, and not read")
+    return tuple(notes)
 
 
 def _check_sections(raw_config: Mapping[str, Any]) -> None:

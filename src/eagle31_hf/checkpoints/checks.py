@@ -13,7 +13,6 @@ from torch import Tensor
 from ..config import Eagle31Config
 from ..errors import CheckpointFormatError
 from .files import FLOAT_DTYPES, TensorInfo, get_path, shown
-from .layouts import expected_shapes
 
 Tensors = Mapping[str, TensorInfo]
 
@@ -22,15 +21,8 @@ _LARGEST_THETA = 1e12  # up to which all of Llama's own frequencies are numbers
 _LISTED = 12  # names in one message
 
 
-def check_tensor_infos(
-    config: Eagle31Config, tensors: Tensors, wanted: Mapping[str, tuple[int, ...]] | None = None
-) -> None:
-    """Raise a `CheckpointFormatError` that lists tensors missing, spare, of another shape or dtype than `config`'s.
-
-    Args:
-        wanted: shapes by name; default: those of an EAGLE drafter.
-    """
-    wanted = expected_shapes(config) if wanted is None else wanted
+def check_tensor_infos(tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise a `CheckpointFormatError` that lists tensors missing, spare, of another shape or dtype than wanted."""
     problems = []
     if missing := sorted(wanted.keys() - tensors.keys()):
         problems.append(f"missing: {_shortened(missing)}")
@@ -263,7 +255,7 @@ _METHODS = (  # the first that fits
     ),
     _Method(
         "a whole language model, not a drafter",
-        "pass this model as the target (--target, target=…) and its drafter here (were the two swapped?)",
+        "name it as the target, and its drafter here (were the two swapped?)",
         holds=_is_language_model,
     ),
     _Method(

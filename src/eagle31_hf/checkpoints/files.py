@@ -10,7 +10,8 @@ import os
 import pickle
 import re
 import reprlib
-from collections.abc import Collection, Mapping
+import zipfile
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,7 +142,7 @@ def open_tensors(folder: Path) -> StoredTensors:
     if (folder / WEIGHTS_FILE).is_file():
         return open_shards([folder / WEIGHTS_FILE])
     if (folder / INDEX_FILE).is_file():
-        return _open_index(folder)
+        return open_shards(shard_paths(folder, read_index(folder).values()))
     if len(shards) == 1:
         return open_shards(shards)
     if shards:
@@ -153,24 +154,37 @@ def open_tensors(folder: Path) -> StoredTensors:
     raise CheckpointFormatError(f"{folder} has no weights; wanted {WEIGHTS_FILE}, {INDEX_FILE} or {PICKLE_FILE}")
 
 
-def _open_index(folder: Path) -> StoredTensors:
+def read_index(folder: Path) -> dict[str, str]:
+    """The name of each tensor to that of the file beside the index that holds it.
+
+    Raises:
+        CheckpointFormatError: there is no such map, or it names what cannot be a file there.
+    """
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointFormatError(f"{folder / INDEX_FILE} has no weight_map; fetch it again")
-    wrong = [name for name in weight_map.values() if not is_shard_name(name)]
+    wrong = [name for name in weight_map.values() if not _is_shard_name(name)]
     if wrong:
         raise CheckpointFormatError(
             f"{folder / INDEX_FILE} names {shown(wrong)} as shards; wanted names of safetensors files beside it: do "
             "not trust it"
         )
-    shards = sorted(set(weight_map.values()))
-    missing = [name for name in shards if not (folder / name).is_file()]
-    if missing:
+    return weight_map
+
+
+def shard_paths(folder: Path, names: Iterable[str]) -> list[Path]:
+    """The files of these names, each once.
+
+    Raises:
+        CheckpointFormatError: some are missing.
+    """
+    shards = [folder / name for name in sorted(set(names))]
+    if missing := [path.name for path in shards if not path.is_file()]:
         raise CheckpointFormatError(f"{folder} lacks the shards {shown(missing)} its index names; fetch them")
-    return open_shards([folder / name for name in shards])
+    return shards
 
 
-def is_shard_name(name: Any) -> bool:
+def _is_shard_name(name: Any) -> bool:
     """A plain file name that every file system can hold."""
     is_name = isinstance(name, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", name) is not None
     return is_name and len(name.encode()) <= 255
@@ -228,11 +242,8 @@ def _require_printable(name: str, path: Path) -> None:
 
 
 def _unpickle(path: Path) -> Any:
-    # Files of torch < 1.6 are no zip archives and cannot be mapped.
-    with path.open("rb") as stream:
-        mappable = stream.read(2) == b"PK"
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
+    try:  # files of torch < 1.6 are no zip archives and cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpointError(
             f"{path} asks to run code or build objects other than tensors; nothing was run and nothing loaded. "
@@ -242,6 +253,12 @@ def _unpickle(path: Path) -> Any:
         raise CheckpointFormatError(
             f"{path} is damaged or no PyTorch weights file ({type(error).__name__}: {error}); fetch it again"
         ) from error
+
+
+def holds_fusion(folder: Path) -> bool:
+    """Whether an EAGLE drafter's weights lie in `folder`, sound or not: they have the `fc` that fuses hidden states."""
+    parts = [name.split(".") for name in open_tensors(folder).infos]
+    return any(name[-2:] == ["fc", "weight"] and "mtp" not in name for name in parts)  # a head's is inside a target
 
 
 def refuse_drafter_as_target(name: str | os.PathLike[str], architectures: Collection[str] | None = ()) -> None:
@@ -256,7 +273,7 @@ def refuse_drafter_as_target(name: str | os.PathLike[str], architectures: Collec
     is_one = any("eagle3" in str(architecture).lower() for architecture in architectures or ())
     if not is_one and Path(name).is_dir():
         with suppress(CheckpointFormatError, UnsafeCheckpointError):
-            is_one = not {"fc.weight", "model.fc.weight"}.isdisjoint(open_tensors(Path(name)).infos)
+            is_one = holds_fusion(Path(name))
     if is_one:
         raise IncompatibleTargetError(
             f"the target {os.fspath(name)!r} is a drafter; name the model it was made for as the target, and this as "
@@ -298,7 +315,10 @@ def _replace_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str
     new_config, new_weights = (folder / f".{name}.{os.getpid()}.tmp" for name in (CONFIG_FILE, WEIGHTS_FILE))
     try:
         new_config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(_unshared(tensors), new_weights, metadata={"format": "pt"})
+        apart = {
+            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+        }
+        save_file(apart, new_weights, metadata={"format": "pt"})  # which takes no tensors of one storage
         new_weights.chmod(new_config.stat().st_mode)  # safetensors lets only the owner read what it writes
         # Without its config a folder is no checkpoint: old weights never meet the new config, nor the reverse.
         (folder / CONFIG_FILE).unlink(missing_ok=True)
@@ -310,16 +330,3 @@ def _replace_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str
     finally:
         new_config.unlink(missing_ok=True)
         new_weights.unlink(missing_ok=True)
-
-
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors without common storage, which safetensors demands."""
-    separate: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().to("cpu").contiguous()
-        if tensor.untyped_storage().data_ptr() in storages:
-            tensor = tensor.clone()
-        storages.add(tensor.untyped_storage().data_ptr())
-        separate[name] = tensor
-    return separate

@@ -1,15 +1,15 @@
 """A head that a fine-tune has lost, put back into its folder from the model it was made from.
 
 The head's tensors are copied as they are, into a shard of their own that the folder's index names, so that every engine
-that reads the folder finds them. The last step of writing is one rename: before it the folder is what it was, after it
-the new one.
+that reads the folder finds them. A model in one file gets an index, which transformers does not look at there. The last
+step of writing is one rename: before it the folder is what it was, after it the new one.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, CheckpointFormatError
-from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, open_shards, open_tensors, read_json
+from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, open_tensors, read_json
 from .mtp import MtpFamily, StoredHead, holds_head, promises_head, require_head_in, text_fields
 
 HEAD_SHARD = "model-mtp.safetensors"
 """The head's shard beside others. llama.cpp's converter reads files that begin like this."""
-ONLY_SHARD, SECOND_SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 SAME = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads")
 """Fields of the text configuration that base and fine-tune must agree in."""
 
@@ -40,16 +39,17 @@ def graft_head(base: Path, folder: Path) -> list[str]:
     if head.family is None:
         raise CheckpointFormatError(f"{base} holds a head by itself, without its target's names; pass the target")
     head.config()  # refused here if it is not whole
-    loaded = head.load()
-    head.tensors(loaded)
+    loaded = head.stored.load(head.names.values())
+    head.unpack({ours: loaded[theirs] for ours, theirs in head.names.items()})
     _require_room_for_it(head, head.family, folder)
     held = open_tensors(folder).infos  # Ernie's final norm is the target's, and there already
     tensors = {name: tensor for name, tensor in loaded.items() if name not in held}
     try:
-        if (folder / WEIGHTS_FILE).is_file():
-            _beside_single_file(folder, tensors)
-        else:
-            _beside_shards(folder, tensors)
+        if (folder / HEAD_SHARD).exists():
+            raise FileExistsError(f"{folder / HEAD_SHARD} is there, and no index names it; remove it")
+        index = _index(folder, held)
+        with _written(folder / HEAD_SHARD, tensors):
+            _replace_json(folder / INDEX_FILE, _with_head(index, tensors))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the head could not be written to {folder} ({error}); the folder is what it was: make room there"
@@ -79,37 +79,22 @@ def _require_room_for_it(head: StoredHead, family: MtpFamily, folder: Path) -> N
         )
 
 
-def _beside_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    index = read_json(folder / INDEX_FILE)
-    if (folder / HEAD_SHARD).exists():
-        raise FileExistsError(f"{folder / HEAD_SHARD} is there, and no index names it; remove it")
-    with _written(folder / HEAD_SHARD, tensors):
-        _replace_json(folder / INDEX_FILE, _with_head(index, tensors, HEAD_SHARD))
-
-
-def _beside_single_file(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """The one file becomes the first of two. Readers prefer it to an index, until it is renamed."""
-    for name in (ONLY_SHARD, SECOND_SHARD, INDEX_FILE):
-        if (folder / name).exists():
-            raise FileExistsError(f"{folder / name} is there beside {WEIGHTS_FILE}; remove the one that is not used")
-    whole = open_shards([folder / WEIGHTS_FILE])
+def _index(folder: Path, held: Iterable[str]) -> dict[str, Any]:
+    """The folder's index, or one of its only file, which holds these tensors."""
+    if not (folder / WEIGHTS_FILE).is_file():
+        return read_json(folder / INDEX_FILE)
+    if (folder / INDEX_FILE).exists():
+        raise FileExistsError(f"{folder / INDEX_FILE} is there beside {WEIGHTS_FILE}; remove the one that is not used")
     size = (folder / WEIGHTS_FILE).stat().st_size
-    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(whole.infos, ONLY_SHARD)}
-    with _written(folder / SECOND_SHARD, tensors):
-        try:
-            _replace_json(folder / INDEX_FILE, _with_head(index, tensors, SECOND_SHARD))
-            os.replace(folder / WEIGHTS_FILE, folder / ONLY_SHARD)
-        except BaseException:
-            (folder / INDEX_FILE).unlink(missing_ok=True)
-            raise
+    return {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(held, WEIGHTS_FILE)}
 
 
-def _with_head(index: Mapping[str, Any], tensors: Mapping[str, Tensor], file: str) -> dict[str, Any]:
-    """The index with the head's tensors in `file`."""
+def _with_head(index: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The index with the head's tensors in their shard."""
     metadata = dict(index.get("metadata") or {})
     if isinstance(metadata.get("total_size"), int):
         metadata["total_size"] += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return {**index, "metadata": metadata, "weight_map": {**index["weight_map"], **dict.fromkeys(tensors, file)}}
+    return {**index, "metadata": metadata, "weight_map": {**index["weight_map"], **dict.fromkeys(tensors, HEAD_SHARD)}}
 
 
 @contextmanager

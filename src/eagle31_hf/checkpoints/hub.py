@@ -11,7 +11,7 @@ import huggingface_hub
 from huggingface_hub import errors as hub
 
 from ..errors import CheckpointFormatError, CheckpointNotFoundError
-from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, open_tensors, shown
+from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, holds_fusion, shown
 from .mtp import head_files, holds_head, require_head_in
 
 GGUF_SUFFIX = ".gguf"
@@ -150,11 +150,9 @@ def holds_drafter(path_or_id: str | os.PathLike[str]) -> bool:
     """
     folder = resolve_checkpoint(path_or_id)
     try:
-        names = open_tensors(folder).infos
+        return holds_fusion(folder)
     except CheckpointFormatError:
         return False
-    parts = [name.split(".") for name in names]
-    return any(name[-2:] == ["fc", "weight"] and "mtp" not in name for name in parts)  # a head's is inside a target
 
 
 def target_class(config: Any) -> Any:

@@ -29,11 +29,11 @@ from .files import (
     INDEX_FILE,
     WEIGHTS_FILE,
     StoredTensors,
-    TensorInfo,
-    is_shard_name,
     open_shards,
+    read_index,
     read_json,
     replace_checkpoint,
+    shard_paths,
     shown,
 )
 
@@ -42,8 +42,8 @@ HEAD_FILE = "mtp.safetensors"
 
 TOKENIZER_FILE = "tokenizer.json"
 """Of a target: the order of its ids says which rows of its LM head are worth drafting from."""
-SAVED = "eagle31_mtp"
-"""`model_type` of a head in a folder of its own."""
+SAVED = MtpConfig.model_type
+"""Of a head in a folder of its own."""
 PACKED_MODULES = "_proj"
 """How linear layers of a head end that a quantiser may pack."""
 
@@ -53,13 +53,7 @@ _OWN = _PREFIX + r"mtp\.(.+)"
 _LAST_LAYER = _PREFIX + r"layers\.{layers}\.(.+)"
 _ERNIE = _PREFIX + r"((?:mtp_\w+\.0|norm)\..+)"
 
-_QWEN_NAMES = {
-    "fc.": "fc.",
-    "pre_fc_norm_embedding.": "enorm.",
-    "pre_fc_norm_hidden.": "hnorm.",
-    "norm.": "norm.",
-    "layers.0.": "layers.0.",
-}
+_QWEN_NAMES = {"pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm."}
 _DEEPSEEK_NAMES = {
     "eh_proj.": "fc.",
     "enorm.": "enorm.",
@@ -74,15 +68,12 @@ _NEMOTRON_NAMES = {
     "layers.0.enorm.": "enorm.",
     "layers.0.hnorm.": "hnorm.",
     "layers.1.final_layernorm.": "norm.",
-    "layers.0.": "layers.0.",
-    "layers.1.": "layers.1.",
 }
-_ERNIE_NAMES = {
+_ERNIE_NAMES = {  # and its norm is the target's final norm, which the head has no other of
     "mtp_linear_proj.0.": "fc.",
     "mtp_emb_norm.0.": "enorm.",
     "mtp_hidden_norm.0.": "hnorm.",
     "mtp_block.0.": "layers.0.",
-    "norm.": "norm.",  # the target's final norm, which the head has no other of
 }
 _MIMO_NAMES = {
     "layers.0.eh_proj.": "fc.",
@@ -102,12 +93,11 @@ class MtpFamily:
 
     Attributes:
         names: how stored names begin, and what they are here; `None`: a tensor that is not needed. The first beginning
-            that fits counts.
+            that fits counts; without one a name is ours already.
         stored: pattern of the stored names, with `{layers}` of the target; group 1 is the name in the head.
         layer_types: kinds of the head's layers, or the name of the config field that says so: without that field, the
             kind of the target's first layer.
         fields: what else the head's text configuration says differently from the target's.
-        normed_state, norm_output: as in `MtpConfig`.
         count: config field that says how many modules there are.
     """
 
@@ -115,8 +105,6 @@ class MtpFamily:
     stored: str = _OWN
     layer_types: tuple[str, ...] | str = ("full_attention",)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    normed_state: bool = True
-    norm_output: bool = True
     count: str = "num_nextn_predict_layers"
 
     def pattern(self, raw_config: Mapping[str, Any]) -> re.Pattern[str]:
@@ -129,7 +117,7 @@ class MtpFamily:
         for beginning, ours in self.names.items():
             if name.startswith(beginning):
                 return None if ours is None else ours + name.removeprefix(beginning)
-        return name  # refused later, as one that the network has no place for
+        return name  # ours, or refused later as one that the network has no place for
 
 
 _QWEN_MOE_FIELDS = {"mlp_only_layers": [], "decoder_sparse_step": 1}
@@ -175,7 +163,7 @@ class StoredHead:
 
     Attributes:
         family: `None`: it lies there by itself.
-        names: our names of its tensors, and the stored ones.
+        stored: its tensors. names: our names of them, and the stored ones.
     """
 
     folder: Path
@@ -184,24 +172,19 @@ class StoredHead:
     stored: StoredTensors
     names: dict[str, str]
 
-    @property
-    def infos(self) -> dict[str, TensorInfo]:
-        """Its tensors by their stored names."""
-        return {name: self.stored.infos[name] for name in self.names.values()}
-
     def config(self) -> MtpConfig:
         """What it is.
 
         Raises:
             CheckpointFormatError: parts are missing, or the configuration is of no head that can be built.
         """
-        if self.family is None:
-            return _saved_config(self.folder, self.raw_config)
         if missing := [name for name in _PARTS if name not in self.names]:
             raise CheckpointFormatError(
                 f"the MTP head in {self.folder} lacks {', '.join(missing)}; a head is read whole or not at all: fetch "
                 "it again"
             )
+        if self.family is None:
+            return _saved_config(self.folder, self.raw_config)
         try:
             target = AutoConfig.from_pretrained(self.folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -210,22 +193,13 @@ class StoredHead:
             ) from error
         return _head_config(self.family, target, self.stored.infos[self.names["fc.weight"]].dtype)
 
-    def load(self) -> dict[str, Tensor]:
-        """Its tensors by their stored names, as they are stored."""
-        return self.stored.load(list(self.names.values()))
-
-    def tensors(self, loaded: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Its tensors by our names. Weights stored as FP8 blocks with scales are unpacked to bfloat16.
-
-        Args:
-            loaded: what `load` gave, if it was called.
+    def unpack(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by our names, as they are stored, to the head's: FP8 blocks with scales become bfloat16.
 
         Raises:
             CheckpointFormatError: they are packed in integers, or some experts are missing.
         """
-        loaded = self.load() if loaded is None else loaded
-        tensors = {ours: loaded[theirs] for ours, theirs in self.names.items()}
-        return tensors if self.family is None else _join_experts(_unpack_blocks(tensors))
+        return stored if self.family is None else _join_experts(_unpack_blocks(stored))
 
 
 def text_fields(raw_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,6 +238,7 @@ def find_head(folder: Path) -> StoredHead | None:
     stored = open_shards(_files_with(folder, pattern))
     inner_names = {name: match[1] for name in stored.infos if (match := pattern.fullmatch(name))}
     names = {ours: name for name, inner in inner_names.items() if (ours := family.canonical(inner)) is not None}
+    stored = replace(stored, infos={name: stored.infos[name] for name in names.values()})
     return StoredHead(folder, raw_config, family, stored, names) if names.keys() - {"norm.weight"} else None
 
 
@@ -333,31 +308,16 @@ def write_head(folder: Path, config: Eagle31Config, tensors: Mapping[str, Tensor
 
 
 def _files_with(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """The files that may hold tensors of such names: of an index only those it names, and `mtp.safetensors`."""
-    beside = [path for path in (folder / HEAD_FILE,) if path.is_file()]
-    if (folder / WEIGHTS_FILE).is_file():
-        return [folder / WEIGHTS_FILE, *beside]
-    if not (folder / INDEX_FILE).is_file():
-        return beside
-    named = _named_files(folder, pattern)
-    missing = sorted(file for file in named if not (folder / file).is_file())
-    if missing:
-        raise CheckpointFormatError(f"{folder} lacks {shown(missing)}, which hold its MTP head; fetch them")
-    return sorted({*(folder / file for file in named), *beside})
+    """The files that may hold tensors of such names: those that an index names, or else the only one, and
+    `mtp.safetensors`."""
+    named = shard_paths(folder, _named_files(folder, pattern)) if (folder / INDEX_FILE).is_file() else []
+    beside = [folder / HEAD_FILE] if named else [folder / WEIGHTS_FILE, folder / HEAD_FILE]
+    return sorted({*named, *(path for path in beside if path.is_file())})
 
 
 def _named_files(folder: Path, pattern: re.Pattern[str]) -> set[str]:
     """The files in which the index puts tensors of such names."""
-    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointFormatError(f"{folder / INDEX_FILE} has no weight_map; fetch it again")
-    named = {file for name, file in weight_map.items() if pattern.fullmatch(name)}
-    if wrong := sorted(str(file) for file in named if not is_shard_name(file)):
-        raise CheckpointFormatError(
-            f"{folder / INDEX_FILE} names {shown(wrong)} as shards; wanted names of safetensors files beside it: do "
-            "not trust it"
-        )
-    return named
+    return {file for name, file in read_index(folder).items() if pattern.fullmatch(name)}
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -453,8 +413,7 @@ def _head_config(family: MtpFamily, target: PreTrainedConfig, dtype: Any) -> Mtp
     return MtpConfig(
         family=text.model_type,
         block=block,
-        normed_state=family.normed_state,
-        norm_output=family.norm_output,
+        norm_output=True,
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         intermediate_size=text.intermediate_size,

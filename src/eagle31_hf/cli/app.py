@@ -8,7 +8,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import pairwise
@@ -20,6 +20,7 @@ from typer.main import get_command
 
 from .. import __version__
 from ..errors import removal
+from .options import print_error
 
 USE, MEASURE, MAKE = "Use", "Measure", "Make drafters"
 COMMANDS = {
@@ -65,9 +66,8 @@ class LazyCommand(TyperCommand):
         try:
             return command.make_context(info_name, args, parent=parent, **extra)
         except Exception as error:
-            _explain_extra(error, command)
-            option = getattr(error, "option_name", None)  # of click's NoSuchOption, which typer may bring along
-            raise _explain_removal(error, f"{self.name} {option}", *map(" ".join, pairwise(words))) from None
+            _end_with_line(error, words, command)
+            raise
 
     def load(self) -> Any:
         """The command itself."""
@@ -111,25 +111,33 @@ class LazyCommands(TyperGroup):
         try:
             return super().resolve_command(ctx, args)
         except Exception as error:
-            raise _explain_removal(error, args[0]) from None
+            _end_with_line(error, args)
+            raise
 
 
-def _explain_extra(error: Exception, command: Any) -> None:
-    """A word too many is often a target, a drafter or a prompt: the line says which options take them."""
-    takes = [name for option in command.params for name in option.opts if name in ("--target", "--drafter", "--prompt")]
-    message = getattr(error, "message", "")
-    if takes and message.startswith("Got unexpected extra argument"):
-        error.message = f"{message}; name what it is, with {', '.join(takes)}"  # type: ignore[attr-defined]
+def _end_with_line(error: Exception, words: Sequence[str], command: Any = None) -> None:
+    """Leave with a usage error as one line: what to do instead, if what was asked for has gone, else what is wrong.
 
-
-def _explain_removal(error: Exception, *names: str) -> Exception:
-    """The usage error `error`; its line says what to do instead if one of `names` is a command, an option or an
-    option's value that has gone."""
-    line = next((line for name in names if (line := removal(name)) is not None), None)
-    if line is not None and hasattr(error, "message"):
-        error.message = line
-        vars(error).update(possibilities=())
-    return error
+    Args:
+        words: what the command was given, or `eagle31` itself.
+    """
+    if not hasattr(error, "format_message"):  # it is another error
+        return
+    values, name = dict(pairwise(words)), "" if command is None else f"{command.name} "
+    # Of click's NoSuchOption, which typer may bring along; else it may be the command that is unknown.
+    unknown = getattr(error, "option_name", None) or " ".join(words[:1])
+    gone = next(filter(None, map(removal, (f"{name}{unknown}", *map(" ".join, values.items())))), None)
+    line = error.format_message().strip().rstrip(".")
+    wrong = next((each for each in getattr(getattr(error, "param", None), "opts", ()) if each in values), None)
+    if wrong is not None:
+        line = f"got {wrong} {values[wrong]}: {getattr(error, 'message', line).rstrip('.')}"
+    advice = f"see eagle31 {name}--help"
+    if line.startswith("Got unexpected extra argument"):  # it is often a target, a drafter or a prompt
+        options = [each for option in command.params for each in option.opts]
+        takes = [each for each in options if each in ("--target", "--drafter", "--prompt")]
+        advice = f"name what it is, with {', '.join(takes)}" if takes else advice
+    print_error(gone or f"{line}; {advice}")
+    raise typer.Exit(2)
 
 
 app = typer.Typer(

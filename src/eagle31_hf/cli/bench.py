@@ -9,27 +9,23 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError, removal
-from ..graphs.captured import CAPTURES
-from ..loop.kept_graphs import kept_packages
-from ..loop.pair import Pair
 from ..measure.bench import BenchSettings, Task, all_methods
 from ..measure.origin import origin
 from ..measure.plots import plot_bench
 from ..measure.results import summarise
 from ..measure.tables import bench_parts
 from ..texts.prompts import embedded_prompts, read_prompts
-from .generate import measure_in_turns
+from .generate import has_graphs, measure_in_turns
 from .option_groups import MORE, expand_options, option
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
-from .pairs import Drafting, LoadedPair, PairSource, encode, load_pair
-from .plan import print_decision
+from .pairs import DraftOptions, PairSource, encode, load_pair
 from .terminal import conditions_line
 
 
 def _numbers(text: str) -> str:
     """The option's text, if it holds whole numbers from 1 on with commas between them."""
     if not all(part.strip().isdecimal() and int(part) for part in text.split(",")):
-        raise typer.BadParameter(f"got {text!r}; wanted whole numbers, e.g. 1,8,32")
+        raise typer.BadParameter("wanted whole numbers, e.g. 1,8,32")
     return text
 
 
@@ -39,7 +35,7 @@ class BenchOptions:
 
     prompts: list[str] | None = field(
         default=None,
-        metadata=option("[NAME=]FILE or [NAME=]ORG/DATASET, several times; default: the embedded ones."),
+        metadata=option("[NAME=]FILE or [NAME=]DATASET, several times; default: the embedded ones."),
     )
     limit: int | None = field(default=None, metadata=option("Most prompts of each, spread over its rows.", min=1))
     new_tokens: int = field(default=128, metadata=option("Most tokens of an answer.", min=3, panel=MORE))
@@ -65,7 +61,7 @@ def bench(
         list[str] | None, typer.Argument(help="TARGET DRAFTER, instead of --target and --drafter.", show_default=False)
     ] = None,
     source: PairSource,
-    drafting: Drafting,
+    drafting: DraftOptions,
     options: BenchOptions,
     price_per_hour: Annotated[
         float | None, typer.Option(min=0.0, help="Of the machine, for the cost.", rich_help_panel=MORE)
@@ -82,11 +78,9 @@ def bench(
     prompts = read_prompts(options.prompts, options.limit) if options.prompts else embedded_prompts()[: options.limit]
     rows = tuple(int(part) for part in options.batch.split(","))
     console = make_console()
-    loaded = load_pair(
-        source, drafting, batch=max(rows), on_plan=lambda plan: print_decision(console, plan), may_lack_drafter=True
-    )
+    loaded = load_pair(source, drafting, batch=max(rows))
     settings = BenchSettings(
-        all_methods(by_graphs=_has_graphs(loaded), with_drafter=source.has_drafter),
+        all_methods(by_graphs=has_graphs(loaded), with_drafter=source.has_drafter),
         new_tokens=options.new_tokens,
         temperature=options.temperature,
         rows=rows,
@@ -123,11 +117,3 @@ def _named(pair: list[str], source: PairSource) -> PairSource:
             f"got {' '.join(pair)!r} beside other names; wanted TARGET DRAFTER, or --target and --drafter"
         )
     return replace(source, target=pair[0], drafter=pair[1] if len(pair) > 1 else None)
-
-
-def _has_graphs(pair: LoadedPair) -> bool:
-    """Whether passes are measured by graphs, too: asked for, captured as they are met, or kept by `eagle31 warmup`."""
-    acceleration = pair.drafter.generation_config.acceleration
-    if acceleration == "auto":
-        return pair.drafter.binding.head_device.type in CAPTURES or kept_packages(Pair.of(pair.drafter)) is not None
-    return acceleration == "compile"

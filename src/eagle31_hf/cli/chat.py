@@ -22,8 +22,7 @@ from ..serving.session import Answer, ChatSession, Piece
 from . import terminal
 from .option_groups import expand_options
 from .options import TracebackOption, error_line, make_console, readable_errors
-from .pairs import Drafting, PairSource, load_pair
-from .plan import print_decision
+from .pairs import DraftOptions, PairSource, load_pair
 
 HISTORY = "chat_history"
 PROMPT, LABEL = "you › ", "  ‹ "
@@ -36,7 +35,7 @@ ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)
 def chat(
     *,
     source: PairSource,
-    drafting: Drafting,
+    drafting: DraftOptions,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0, help="0 is greedy.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
@@ -45,11 +44,8 @@ def chat(
     traceback: TracebackOption = False,
 ) -> None:
     """Chat with a pair: answers stream, history is not read twice, /help lists the commands."""
-    console = make_console()
-    read = _reader()
-    pair = load_pair(
-        source, drafting, on_plan=lambda plan: print_decision(console, plan), may_lack_drafter=True
-    )  # fmt: skip
+    console, read = make_console(), _reader()
+    pair = load_pair(source, drafting)
     session = ChatSession(
         pair.target,
         pair.drafter,
@@ -104,12 +100,12 @@ class Chat:
             self._show(lambda on_piece: self.session.ask(line, on_piece))
             return
         name, _, rest = line.partition(" ")
-        found = [name] if name in COMMANDS else [command for command in COMMANDS if command.startswith(name)]
+        found = [name] if name in CHAT_COMMANDS else [command for command in CHAT_COMMANDS if command.startswith(name)]
         if removed := removal(f"chat {name}"):
             raise ConfigurationError(removed)
         if len(found) != 1:
-            raise ConfigurationError(f"got {name}; wanted one of {', '.join(found or COMMANDS)}")
-        COMMANDS[found[0]](self, rest.strip())
+            raise ConfigurationError(f"got {name}; wanted one of {', '.join(found or CHAT_COMMANDS)}")
+        CHAT_COMMANDS[found[0]](self, rest.strip())
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
@@ -127,7 +123,7 @@ class Chat:
     def help(self, _rest: str) -> None:
         """this list"""
         table = Table.grid(padding=(0, 2))
-        for name, command in COMMANDS.items():
+        for name, command in CHAT_COMMANDS.items():
             table.add_row(f"  {name}", command.__doc__, style="dim")
         self.console.print(table)
 
@@ -170,7 +166,7 @@ class Chat:
 
 
 NAMES = "help system reset undo retry stats temperature quit"
-COMMANDS: dict[str, Callable[[Chat, str], None]] = {f"/{name}": getattr(Chat, name) for name in NAMES.split()}
+CHAT_COMMANDS: dict[str, Callable[[Chat, str], None]] = {f"/{name}": getattr(Chat, name) for name in NAMES.split()}
 
 
 class _AnswerView:
@@ -302,7 +298,7 @@ def _reader() -> Callable[[], str]:
 
     session: Any = PromptSession(
         history=FileHistory(str(folder / HISTORY)),
-        completer=WordCompleter([*COMMANDS], sentence=True),
+        completer=WordCompleter([*CHAT_COMMANDS], sentence=True),
         complete_while_typing=False,
         key_bindings=keys,
     )

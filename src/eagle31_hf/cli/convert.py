@@ -18,7 +18,7 @@ from ..checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from ..checkpoints.card import sglang_command, vllm_command
+from ..checkpoints.card import carry_records, sglang_command, vllm_command
 from ..checkpoints.hub import target_class
 from ..checkpoints.layouts import parts_to_copy, written_layout
 from ..config import MtpConfig
@@ -63,6 +63,7 @@ def convert(
             checkpoint = copy_from_target(checkpoint, model, parts)
     _ask_before_overwriting(destination, force)
     write_checkpoint(checkpoint, destination, format=format)
+    carry_records(Path(source).expanduser(), destination)
     console = make_console()
     console.print(f"{source} ({checkpoint.format}) → {destination} ({format})", soft_wrap=True)
     lacks = {"the target's name": not checkpoint.target, "the target's embedding": not checkpoint.config.own_embedding}

@@ -65,7 +65,7 @@ def doctor(
     console = make_console()
     # The prompts first: a wrong path should not cost loading a model.
     given = [prompt.opening for prompt in read_prompts([prompts], limit or 20)] if prompts else []
-    pair = load_pair(PairSource(target, drafter, dtype, device))
+    pair = load_pair(PairSource(target, drafter, dtype, device), needs_drafter=True)
     if isinstance(pair.eagle, MtpDrafter) and (drift or plot is not None):
         raise ConfigurationError(
             "got --drift or --plot for a head inside a target, whose attention is not looked at; leave them out"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
+from ..graphs.captured import CAPTURES
 from ..loop.kept_graphs import kept_packages
 from ..loop.pair import Pair
 from ..measure.bench import FEWEST_NEW_TOKENS, Bench, BenchSettings, Measured, Task, pair_methods
@@ -26,8 +26,7 @@ from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
 from .option_groups import MORE, expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors, writable_json, write_json, write_svg
-from .pairs import Drafting, LoadedPair, PairSource, encode, load_pair
-from .plan import print_decision
+from .pairs import DraftOptions, LoadedPair, PairSource, encode, load_pair
 from .progress import progress_bar
 
 STREAMED_IN_DEMO = 2
@@ -52,7 +51,7 @@ def demo(
     """Watch the embedded pair write, then measure it against plain decoding. Needs no network."""
     shown = Shown(embedded_prompts(), streamed=STREAMED_IN_DEMO, compare=compare, compiled=True, svg=svg)
     # A fixed length: what is coloured does not depend on how fast this machine is.
-    _show(load_pair(PairSource(), Drafting(draft_tokens=DEMO_DRAFT_TOKENS, schedule="constant")), shown, json_path)
+    _show(load_pair(PairSource(), DraftOptions(draft_tokens=DEMO_DRAFT_TOKENS, schedule="constant")), shown, json_path)
 
 
 @expand_options
@@ -60,7 +59,7 @@ def demo(
 def generate(
     *,
     source: PairSource,
-    drafting: Drafting,
+    drafting: DraftOptions,
     prompt: Annotated[str | None, typer.Option(help="What to answer.", show_default=False)] = None,
     prompt_file: Annotated[
         Path | None,
@@ -85,10 +84,7 @@ def generate(
     """Answer a prompt with any pair, accepted drafts coloured, and measure plain generate against EAGLE."""
     question = {"role": "user", "content": _read_prompt(prompt, prompt_file)}
     messages = (question,) if system is None else ({"role": "system", "content": system}, question)
-    console = make_console()
-    pair = load_pair(
-        source, drafting, on_plan=lambda plan: print_decision(console, plan), may_lack_drafter=True
-    )  # fmt: skip
+    pair = load_pair(source, drafting)
     if seed is not None:
         torch.manual_seed(seed)
     shown = Shown(
@@ -97,7 +93,6 @@ def generate(
         new_tokens=max_new_tokens,
         temperature=temperature,
         compare=compare and source.has_drafter,  # the table is about a drafter
-        compiled=source.acceleration == "compile",
     )
     _show(pair, shown, json_path)
 
@@ -121,7 +116,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 class Shown:
     """What is answered, and what is shown of it: the first `streamed` answers, drawn into `svg`, and a comparison.
 
-    `compiled` compares by graphs as well, which is done anyway where the answer was written by graphs that were kept.
+    `compiled` compares by graphs as well, which is done anyway where there are some.
     """
 
     prompts: Sequence[Prompt]
@@ -147,17 +142,18 @@ def _show(pair: LoadedPair, shown: Shown, json_path: Path | None) -> None:
     assert pair.drafter.stats is not None, "an answer has been written"
     record["stats"] = pair.drafter.stats.to_dict()
     if shown.compare:
-        compiled = shown.compiled or was_written_by_kept_graphs(pair.eagle)
-        record |= _measure(console, pair, tasks, replace(shown, compiled=compiled))
+        record |= _measure(console, pair, tasks, shown)
     else:
         console.print(terminal.stats_line(pair.drafter.stats))
     write_json(json_path, record)
 
 
-def was_written_by_kept_graphs(drafter: Eagle31Drafter) -> bool:
-    """Whether graphs that were kept wrote in this process: figures of eager code alone would be others."""
-    pair = Pair.of(drafter)
-    return pair.graphs is not None and bool(pair.graphs.keys) and kept_packages(pair) is not None
+def has_graphs(pair: LoadedPair) -> bool:
+    """Whether passes are measured by graphs, too: asked for, captured as they are met, or kept by `eagle31 warmup`."""
+    acceleration = pair.drafter.generation_config.acceleration
+    if acceleration == "auto":
+        return pair.drafter.binding.head_device.type in CAPTURES or kept_packages(Pair.of(pair.drafter)) is not None
+    return acceleration == "compile"
 
 
 def _stream(console: Console, pair: LoadedPair, task: Task, shown: Shown) -> list[Text]:
@@ -197,7 +193,7 @@ def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], 
 
 def _measure(console: Console, pair: LoadedPair, tasks: Sequence[Task], shown: Shown) -> dict[str, Any]:
     settings = BenchSettings(
-        pair_methods(by_graphs=shown.compiled),
+        pair_methods(by_graphs=shown.compiled or has_graphs(pair)),
         new_tokens=max(shown.new_tokens, FEWEST_NEW_TOKENS),
         temperature=shown.temperature,
         repeats=REPEATS,

@@ -50,15 +50,12 @@ def token_count(text: str) -> int:
     found = re.fullmatch(r"([\d,_]+)(k?)", text.strip().lower())
     digits = re.sub(r"\D", "", found[1]) if found is not None else ""
     if found is None or int(digits or 0) < 1:
-        raise typer.BadParameter(f"got {text!r}; wanted a number of tokens, e.g. 8192 or 32k")
+        raise typer.BadParameter("wanted a number of tokens, e.g. 8192 or 32k")
     return int(digits) * (1024 if found[2] else 1)
 
 
 def readable_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Errors of our tree become one red line on stderr and exit code 1; `--traceback` lets them through.
-
-    A terminal gets the line wrapped at words.
-    """
+    """Errors of our tree become one red line on stderr and exit code 1; `--traceback` lets them through."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -67,14 +64,19 @@ def readable_errors(command: Callable[..., None]) -> Callable[..., None]:
         except Eagle31Error as error:
             if kwargs["traceback"]:
                 raise
-            console = make_console(stderr=True)
-            console.print(error_line(error), soft_wrap=not console.is_terminal)
+            print_error(error)
             raise typer.Exit(1) from error
 
     return wrapped
 
 
-def error_line(error: Exception) -> Text:
+def print_error(error: Exception | str) -> None:
+    """One line on stderr, which a terminal gets wrapped at words."""
+    console = make_console(stderr=True)
+    console.print(error_line(error), soft_wrap=not console.is_terminal)
+
+
+def error_line(error: Exception | str) -> Text:
     """One readable line for an error of ours."""
     return Text.assemble(("error: ", "bold red"), (str(error), "red"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +26,8 @@ from ..memory.drafter_facts import OWN_HEAD
 from ..targets.devices import SHORT_NAMES
 from ..texts.chats import encode_chat
 from .option_groups import DRAFTS, LOADING, option
-from .options import token_count
+from .options import make_console, token_count
+from .plan import print_decision
 from .progress import waiting_for
 
 DTypeName = Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"]
@@ -140,7 +140,7 @@ class PairSource:
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftOptions:
     """What to draft in a round."""
 
     draft_tokens: int | None = field(default=None, metadata=option("Tokens drafted in a round.", min=1, panel=DRAFTS))
@@ -179,18 +179,16 @@ class Drafting:
 
 def load_pair(
     source: PairSource,
-    drafting: Drafting = Drafting(),
+    drafting: DraftOptions = DraftOptions(),
     *,
     batch: int = 1,
-    on_plan: Callable[[MemoryPlan], None] = lambda plan: None,
-    may_lack_drafter: bool = False,
+    needs_drafter: bool = False,
 ) -> LoadedPair:
-    """Load target, tokenizer and drafter, and attach them.
+    """Load target, tokenizer and drafter, and attach them; a memory plan that was asked for is printed before.
 
     Args:
-        may_lack_drafter: whether `--drafter none` makes sense; if not, it is refused before anything is loaded.
         batch: rows a memory plan has to leave room for.
-        on_plan: shown the memory plan before anything is loaded, if one was asked for.
+        needs_drafter: whether `--drafter none` makes no sense; it is refused before anything is loaded.
 
     Raises:
         ConfigurationError: no drafter named for a target of one's own, or an impossible setting.
@@ -201,16 +199,16 @@ def load_pair(
     """
     source = _with_own_head(source)
     if source.target is not None and source.drafter is None:
-        without = ", or pass --drafter none to look drafts up in the text" if may_lack_drafter else ""
+        without = "" if needs_drafter else ", or pass --drafter none to look drafts up in the text"
         raise ConfigurationError(
             f"no drafter given for {source.target!r}; name one trained for it with --drafter{without}"
         )
     if not source.has_drafter:
-        _check_without_drafter(drafting, may_lack_drafter=may_lack_drafter)
+        _check_without_drafter(drafting, needs_drafter=needs_drafter)
     placed = _placement(source)
     plan = make_plan(source, drafting, batch=batch)
     if plan is not None:
-        on_plan(plan)
+        print_decision(make_console(), plan)
         plan.require_fit()
     install()
     with waiting_for("loading the models"):
@@ -262,8 +260,8 @@ def _load_assistant(source: PairSource, target: PreTrainedModel, plan: MemoryPla
     return alone
 
 
-def _check_without_drafter(drafting: Drafting, *, may_lack_drafter: bool) -> None:
-    if not may_lack_drafter:
+def _check_without_drafter(drafting: DraftOptions, *, needs_drafter: bool) -> None:
+    if needs_drafter:
         raise ConfigurationError(
             "got --drafter none, but this command is about a drafter; name one, or use generate, chat, serve or "
             "warmup, which do without one"
@@ -275,7 +273,7 @@ def _check_without_drafter(drafting: Drafting, *, may_lack_drafter: bool) -> Non
         )
 
 
-def make_plan(source: PairSource, drafting: Drafting, *, batch: int) -> MemoryPlan | None:
+def make_plan(source: PairSource, drafting: DraftOptions, *, batch: int) -> MemoryPlan | None:
     """The memory plan that was asked for, made from configurations alone.
 
     Raises:

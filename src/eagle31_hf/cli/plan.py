@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -14,10 +15,63 @@ from ..errors import ConfigurationError
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import one_card
 from ..memory.plan import LEDGER_COLUMNS, decision_rows, ledger_rows, part_rows
+from .option_groups import expand_options, option
 from .options import JsonOption, TracebackOption, make_console, readable_errors, token_count, write_json
 from .progress import waiting_for
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """What to plan for: most arguments of `plan_memory`."""
+
+    drafter: str | None = field(
+        default=None,
+        metadata=option(
+            "Folder or Hub id; mtp: the head inside the target, which is the default where there is one, else one "
+            "shaped like the target; none."
+        ),
+    )
+    quantization: str | None = field(
+        default=None,
+        metadata=option("4bit, 8bit, or by name: bf16, bnb-nf4, fp8-block, mxfp4 ...", "--quantization", "--quant"),
+    )
+    card: list[str] | None = field(
+        default=None, metadata=option("E.g. 'RTX 4090', 'M3 Ultra' or 24GB; default: this machine.")
+    )
+    context: int | None = field(
+        default=None,
+        metadata=option(
+            "Tokens of the longest row, prompt and answer, e.g. 32k; default: 8192, or as trained.",
+            parser=token_count,
+            metavar="TOKENS",
+        ),
+    )
+    batch: int = field(default=1, metadata=option("Rows."))
+    draft_tokens: int | None = field(default=None, metadata=option("Draft depth, 0 for none; default: what fits."))
+    tree_width: int | None = field(default=None, metadata=option("Children per draft token; 1 drafts a chain."))
+    tree_size: int | None = field(default=None, metadata=option("Tokens verified per round with a tree."))
+    prefill_chunk: int | None = field(default=None, metadata=option("Prompt tokens per forward; default: what fits."))
+    margin: int | None = field(default=None, metadata=option("Bytes of the card to leave free; default: 3 %."))
+
+    def plan(self, target: str) -> MemoryPlan:
+        """What they ask for.
+
+        Raises:
+            ConfigurationError: drafts of no drafter.
+            MemoryPlanError: as of `plan_memory`.
+        """
+        arguments = {**vars(self), "card": one_card(self.card or ())}
+        if self.drafter == "none":
+            if self.draft_tokens or self.tree_width or self.tree_size:
+                raise ConfigurationError(
+                    "got --drafter none with --draft-tokens, --tree-width or --tree-size; a plan without a drafter "
+                    "has none"
+                )
+            arguments |= {"drafter": None, "draft_tokens": 0}
+        return plan_memory(target, **arguments)
+
+
+@expand_options
 @readable_errors
 def plan(
     *,
@@ -25,34 +79,7 @@ def plan(
         str,
         typer.Argument(help="Hub id or folder of a target, or e.g. 'Llama 3.1 8B'.", show_default=False),
     ],
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder or Hub id; mtp: the head inside the target, which is the default where there is one, else one "
-            "shaped like the target; none."
-        ),
-    ] = None,
-    quantization: Annotated[
-        str | None,
-        typer.Option("--quantization", "--quant", help="4bit, 8bit, or by name: bf16, bnb-nf4, fp8-block, mxfp4 ..."),
-    ] = None,
-    card: Annotated[
-        list[str] | None, typer.Option(help="E.g. 'RTX 4090', 'M3 Ultra' or 24GB; default: this machine.")
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            parser=token_count,
-            metavar="TOKENS",
-            help="Tokens of the longest row, prompt and answer, e.g. 32k; default: 8192, or as trained.",
-        ),
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
-    draft_tokens: Annotated[int | None, typer.Option(help="Draft depth, 0 for none; default: what fits.")] = None,
-    tree_width: Annotated[int | None, typer.Option(help="Children per draft token; 1 drafts a chain.")] = None,
-    tree_size: Annotated[int | None, typer.Option(help="Tokens verified per round with a tree.")] = None,
-    prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward; default: what fits.")] = None,
-    margin: Annotated[int | None, typer.Option(help="Bytes of the card to leave free; default: 3 %.")] = None,
+    options: PlanOptions,
     formulas: Annotated[
         bool, typer.Option("--formulas", help="Show every term, when it is alive, and how it is computed.")
     ] = False,
@@ -61,24 +88,8 @@ def plan(
     traceback: TracebackOption = False,
 ) -> None:
     """Plan a run's memory from configurations alone. Exit code 1 if it does not fit."""
-    if drafter == "none" and (draft_tokens or tree_width or tree_size):
-        raise ConfigurationError(
-            "got --drafter none with --draft-tokens, --tree-width or --tree-size; a plan without a drafter has none"
-        )
     with waiting_for("planning"):  # of a model known by name, transformers makes the configuration
-        made = plan_memory(
-            target,
-            quantization=quantization,
-            drafter=None if drafter == "none" else drafter,
-            card=one_card(card or ()),
-            context=context,
-            batch=batch,
-            draft_tokens=0 if drafter == "none" else draft_tokens,
-            tree_width=tree_width,
-            tree_size=tree_size,
-            prefill_chunk=prefill_chunk,
-            margin=margin,
-        )
+        made = options.plan(target)
     write_json(json_path, made.to_dict())  # before a picture can fail
     console = make_console()
     print_decision(console, made)
@@ -87,7 +98,7 @@ def plan(
         console.print()
         console.print(_table(LEDGER_COLUMNS, ledger_rows(made)))
     if made.fits:
-        console.print(f"\n{command_to_run(made, target, drafter)}", soft_wrap=True)
+        console.print(f"\n{command_to_run(made, target, options.drafter)}", soft_wrap=True)
     if plot is not None:
         from ..measure.plots import plot_card  # torch comes with it, which no plan needs
 

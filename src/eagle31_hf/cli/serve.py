@@ -16,8 +16,7 @@ from ..errors import ConfigurationError
 from ..texts.chats import shows_tools
 from .option_groups import expand_options
 from .options import TracebackOption, make_console, readable_errors
-from .pairs import Drafting, LoadedPair, PairSource, load_pair
-from .plan import print_decision
+from .pairs import DraftOptions, LoadedPair, PairSource, load_pair
 
 DEFAULT_CONTEXT, DEFAULT_PREFILL_CHUNK = 4096, 256
 READING_ROWS = 1
@@ -29,7 +28,7 @@ READING_ROWS = 1
 def serve(
     *,
     source: PairSource,
-    drafting: Drafting,
+    drafting: DraftOptions,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     model_name: Annotated[str | None, typer.Option(help="Name clients ask for; default: the target's.")] = None,
@@ -67,9 +66,7 @@ def serve(
     rows = max_batch + READING_ROWS
     asked = source.context if source.memory is None else None  # of a row, where nothing is planned
     loaded = replace(source, context=None) if asked else source
-    pair = load_pair(
-        loaded, drafting, batch=rows, on_plan=lambda plan: print_decision(console, plan), may_lack_drafter=True
-    )
+    pair = load_pair(loaded, drafting, batch=rows)
     from ..serving.app import HttpServer, ServerSettings, make_app
     from ..serving.engine import Engine, EngineSettings
 
@@ -140,7 +137,7 @@ def _check_reach(host: str, api_key: str | None) -> None:
         )
 
 
-def _check_drafting(source: PairSource, drafting: Drafting) -> None:
+def _check_drafting(source: PairSource, drafting: DraftOptions) -> None:
     """The running batch drafts chains; what else is asked for is not silently left out."""
     asked = drafting.beyond_chains() | {f"--acceleration {source.acceleration}": source.acceleration == "compile"}
     refused = [option for option, is_asked in asked.items() if is_asked]

@@ -28,7 +28,7 @@ def warmup(
 ) -> None:
     """Compile a pair's graphs for this machine, and keep them. Takes minutes, once."""
     console = make_console()
-    pair = load_pair(source, may_lack_drafter=True)
+    pair = load_pair(source)
     started, kinds = perf_counter(), list[str]()
     with waiting_for("looking for graphs") as say:
 

@@ -27,10 +27,10 @@ from ..memory import MemoryPlan
 from ..memory.apply_plan import apply_plan, plan_to_apply
 from ..settings import Eagle31GenerationConfig
 from ..targets.binding import TargetBinding
+from ..targets.fresh_drafter import default_config, with_distinct_states
 from ..targets.quantized import first_head_rows, gather_head_rows
 from ..targets.self_test import require_readable_states
 from .assistant import Assistant
-from .default_config import default_config, with_distinct_states
 from .draft_rows import with_draft_rows
 from .modeling_eagle31 import Eagle31Network
 from .modeling_mtp import MtpNetwork
@@ -224,7 +224,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         Raises:
             ConfigurationError: a target of one or two layers, and no `aux_layers` said.
         """
-        config = config or default_config(target, **overrides)
+        config = config or default_config(target.config, **overrides)
         drafter = cls(with_distinct_states(config, target.config.get_text_config(decoder=True).num_hidden_layers))
         binding = TargetBinding(target, drafter.config)
         drafter.to(device=binding.head_device, dtype=binding.compute_dtype)  # type: ignore[call-arg]

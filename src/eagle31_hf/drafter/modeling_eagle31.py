@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 
 from ..checkpoints.checks import check_tensor_infos
 from ..checkpoints.files import TensorInfo
-from ..checkpoints.layouts import FUSED_PROJECTIONS, packable_shapes
+from ..checkpoints.layouts import FUSED_PROJECTIONS, expected_shapes, packable_shapes
 from ..config import Eagle31Config
 from ..targets.grouped_attention import grouped_attention
 from .packed_linear import KeepsBufferDtypes
@@ -337,9 +337,10 @@ class Eagle31Network(PreTrainedModel):
         Of a network that is not packed: packed matrices have no published names.
         """
         tensors: dict[str, Tensor] = {}
+        shapes = expected_shapes(self.config)
         for name, tensor in self.state_dict().items():
             parts = self.published_names(name)
-            rows = [tensor] if len(parts) == 1 else tensor.split(self._fused_rows(name), dim=0)
+            rows = [tensor] if len(parts) == 1 else tensor.split([shapes[part][0] for part in parts])
             tensors |= zip(parts, rows, strict=True)
         return tensors
 
@@ -350,19 +351,12 @@ class Eagle31Network(PreTrainedModel):
             CheckpointFormatError: tensors are missing, spare or of another shape; nothing was loaded.
         """
         wanted = {name: tuple(tensor.shape) for name, tensor in self.canonical_tensors().items()}
-        check_tensor_infos(self.config, {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, wanted)
+        check_tensor_infos({name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, wanted)
         state: dict[str, Tensor] = {}
         for name in self.state_dict():
             parts = [tensors[part] for part in self.published_names(name)]
             state[name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=0)
         self.load_state_dict(state, strict=True, assign=True)
-
-    def _fused_rows(self, name: str) -> list[int]:
-        config = self.config
-        if "gate_up_proj" in name:
-            return [config.intermediate_size] * 2
-        heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
-        return [count * config.head_dim for count in heads]
 
     @staticmethod
     def published_names(name: str) -> list[str]:

@@ -75,8 +75,7 @@ class MtpNetwork(Eagle31Network):
         cache: Cache | AttendingCache | None = None,
     ) -> DrafterOutput:
         """One pass over `embeddings` and `hidden`, both `(B, T, H)`; arguments as `Eagle31Network.decode`'s."""
-        parts = self.enorm(embeddings), self.hnorm(hidden)
-        hidden = self.fc(torch.cat(parts, dim=-1))
+        hidden = self.fc(torch.cat((self.enorm(embeddings), self.hnorm(hidden)), dim=-1))
         caching: dict[str, Any] = {CACHE_ARGUMENT: cache, "use_cache": cache is not None}
         for layer in self.layers:
             output = layer(hidden, attention_mask=attention_mask, position_embeddings=rotary, **caching)

@@ -157,12 +157,10 @@ class DraftSession:
             counts: as in `absorb`.
         """
         self.cache.commit(counts)
+        self._rotary = None
         if rotary is not None and _may_view(counts, width):
             cos, sin = rotary
-            rotary = cos[:, counts[0] :], sin[:, counts[0] :]  # at least as many depths as a new table has
-        elif rotary is not None:
-            rotary = _columns_from(rotary, counts)
-        self._rotary = rotary
+            self._rotary = cos[:, counts[0] :], sin[:, counts[0] :]  # at least as many depths as a new table has
         self._root = self._merged(state, counts)
         if self.cache.placement.longest > self._trained_length:
             _warn_of_length(self.drafter)
@@ -248,12 +246,12 @@ class DraftSession:
         return cos[:, :count], sin[:, :count]
 
     def rotary_ahead(self, width: int) -> tuple[Tensor, Tensor]:
-        """Rotations of the next `width` positions and of a draft behind them: those left over, if they reach so far."""
-        needed = width + ROTARY_DEPTHS
-        if self._rotary is not None and self._rotary[0].shape[1] >= needed:
+        """Rotations of the next `width` positions: those of the last draft, if they reach so far. A single row's reach
+        over the next draft, too."""
+        goes_on = self.cache.batch_size == 1 and width <= ROTARY_DEPTHS
+        if self._rotary is not None and self._rotary[0].shape[1] >= width + ROTARY_DEPTHS * goes_on:
             return self._rotary
-        one_row = self.cache.batch_size == 1 and width <= ROTARY_DEPTHS
-        return self._rotary_table(max(needed, ROTARY_AHEAD) if one_row else needed)
+        return self._rotary_table(ROTARY_AHEAD if goes_on else width)
 
     def _rotary_table(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """Rotations `(B, num_positions, d)` of the positions that follow each row's last."""
@@ -358,15 +356,6 @@ def _warn_of_length(drafter: Eagle31Drafter) -> None:
         trained,
         advice,
     )
-
-
-def _columns_from(tables: tuple[Tensor, Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Of each row of rotary tables `(B, T, d)` the `ROTARY_DEPTHS` columns behind its `counts` first ones."""
-    rows, width, _ = tables[0].shape
-    places = [range(b * width + count, b * width + count + ROTARY_DEPTHS) for b, count in enumerate(counts)]
-    index = on_device(places, tables[0].device)
-    cos, sin = (table.reshape(rows * width, -1)[index] for table in tables)
-    return cos, sin
 
 
 def _may_view(counts: Sequence[int], width: int) -> bool:

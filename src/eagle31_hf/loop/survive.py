@@ -161,6 +161,7 @@ class RecoveringDecoder:
             batch=rows,
             draft_tokens=largest.depth,
             tree_size=largest.nodes if largest.is_tree else None,
+            draft_top_k=largest.top_k,
             prefill_chunk=self.decoder.chunk,
             cache_type=self.request.stats.cache_type,
         )

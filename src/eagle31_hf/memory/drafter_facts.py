@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from ..checkpoints.mtp import PACKED_MODULES, copies_head_rows, promised_head
 from ..config import Eagle31Config, MtpConfig
 from ..drafting.shape import repeats_mask
 from ..errors import MemoryPlanError
-from .dry_run import DryRun, ForwardBytes
-from .target_facts import TargetFacts, dry_run_of, load_config
-from .weights import SCHEMES, Quantization, weight_inventory
+from ..targets.fresh_drafter import default_config
+from .dry_run import ForwardBytes, dry_run_of
+from .target_facts import TargetFacts, load_config
+from .weights import SCHEMES, Quantization
 
 # A fresh or unknown drafter is planned with the draft vocabulary most published ones have.
 USUAL_DRAFT_VOCABULARY = 32000
@@ -45,8 +45,7 @@ class DrafterFacts:
         draft_vocab: `Vd`.
         count: what its layers take of a forward, as `DryRun.count`.
         head: `(Vd, H)` draft head, its own or gathered from the target's; `None` if the target's whole head is shared.
-        embedding_elements: of its own embedding, 0 if shared.
-        plain_elements: `fc`, norms, biases and experts: never packed.
+        plain_elements: `fc`, norms, biases, experts and an embedding of its own: never packed.
         fixed_bytes: vocabulary map and rotary tables.
     """
 
@@ -58,14 +57,13 @@ class DrafterFacts:
     count: Callable[..., ForwardBytes]
     linears: tuple[tuple[int, int], ...]
     head: tuple[int, int] | None
-    embedding_elements: int
     plain_elements: int
     fixed_bytes: int
 
     def weight_bytes(self, precision: Quantization) -> int:
         """Bytes of the layers, `fc`, norms and embedding; the head is a term of its own."""
         packed = sum(_matrix_bytes(precision, matrix) for matrix in self.linears)
-        return packed + (self.embedding_elements + self.plain_elements) * precision.dtype_bytes + self.fixed_bytes
+        return packed + self.plain_elements * precision.dtype_bytes + self.fixed_bytes
 
     def head_bytes(self, precision: Quantization) -> int:
         return _matrix_bytes(precision, self.head) if self.head else 0
@@ -148,29 +146,14 @@ def _drafter_config(drafter: Any, target: TargetFacts) -> Eagle31Config:
     if isinstance(drafter, (str, Path)):
         return inspect_checkpoint(drafter).config
     if drafter is None:
-        return _default_drafter_config(target)
+        rows = min(target.vocab_size, USUAL_DRAFT_VOCABULARY)
+        return default_config(target.forward.model.config, draft_vocab_size=rows)
     config = getattr(drafter, "config", drafter)
     if isinstance(config, Eagle31Config):
         return config
     raise MemoryPlanError(
         f"got a {type(drafter).__name__} as drafter; wanted a folder, a Hub id, an Eagle31Config, a drafter, or None "
         "for one shaped like the target"
-    )
-
-
-def _default_drafter_config(target: TargetFacts) -> Eagle31Config:
-    layer = target.layer
-    return Eagle31Config(
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        num_attention_heads=layer.attention_heads,
-        num_key_value_heads=layer.kv_heads,
-        head_dim=layer.key_dim,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=min(target.vocab_size, USUAL_DRAFT_VOCABULARY),
-        aux_norm="per_slot",
-        norm_output=True,
     )
 
 
@@ -182,116 +165,82 @@ def drafter_facts(config: Eagle31Config, element_bytes: int, *, copies_rows: boo
     """
     if isinstance(config, MtpConfig):
         return _head_facts(config, element_bytes, copies_rows=copies_rows)
-    head_dim, kv_heads = filled(config.head_dim), filled(config.num_key_value_heads)
-    draft_vocab = filled(config.draft_vocab_size)
-    aux_width = config.num_aux_hidden_states * filled(config.target_hidden_size)
-    packable = packable_shapes(config)
-    embedding_elements = config.vocab_size * config.hidden_size if config.own_embedding else 0
-    reduced = draft_vocab < config.vocab_size
+    draft_vocab, packable = filled(config.draft_vocab_size), packable_shapes(config)
     elements = sum(math.prod(shape) for name, shape in expected_shapes(config).items() if name != "d2t")
-    counted_apart = sum(math.prod(shape) for shape in packable.values()) + embedding_elements
-    latent = config.is_latent
-    layers = _EagleLayers(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        q_heads=config.num_attention_heads,
-        # Latent attention has one key, latent and rotated part side by side, and one value, the latent.
-        kv_heads=1 if latent else kv_heads,
-        head_dim=head_dim,
-        key_dim=filled(config.kv_lora_rank) + head_dim if latent else head_dim,
-        value_dim=filled(config.kv_lora_rank) if latent else head_dim,
-        num_layers=config.num_hidden_layers,
-        window=config.sliding_window,
-        element_bytes=element_bytes,
-    )
+    reduced = draft_vocab < config.vocab_size
     return DrafterFacts(
         name=config.name_or_path or "one layer shaped like the target's",
         hidden_size=config.hidden_size,
-        aux_width=aux_width,
+        aux_width=config.num_aux_hidden_states * filled(config.target_hidden_size),
         draft_vocab=draft_vocab,
         element_bytes=element_bytes,
-        count=layers.count,
+        count=_EagleLayers(config, element_bytes).count,
         linears=tuple(size for name, size in packable.items() if name != "lm_head"),
         head=(draft_vocab, config.hidden_size) if config.own_lm_head or reduced else None,
-        embedding_elements=embedding_elements,
-        plain_elements=elements - counted_apart,
-        fixed_bytes=(8 * draft_vocab if reduced else 0) + 2 * 4 * (head_dim // 2),
+        plain_elements=elements - sum(map(math.prod, packable.values())),
+        fixed_bytes=(8 * draft_vocab if reduced else 0) + 2 * 4 * (filled(config.head_dim) // 2),
     )
 
 
 def _head_facts(config: MtpConfig, element_bytes: int, *, copies_rows: bool) -> DrafterFacts:
     """Of a head inside a target. Its layers are of the target's class, so they are counted as a target's are."""
-    layers = config.layers_config()
     width, draft_vocab = config.hidden_size, filled(config.draft_vocab_size)
-    linears, plain, rotary = [], 2 * width * width, 0  # `fc`
-    for tensor in weight_inventory(layers).tensors:
-        if ".layers." in f".{tensor.module}":
-            if tensor.role == "linear" and tensor.module.endswith(PACKED_MODULES):
-                linears.append(tensor.matrix)
-            else:
-                plain += tensor.elements
-        elif tensor.dtype_bytes is not None:
-            rotary += tensor.elements * tensor.dtype_bytes
-        elif tensor.role == "other":
-            plain += 3 * tensor.elements  # the final norm, and those of embedding and state, which are like it
     precision = next(each for each in SCHEMES.values() if each.dtype_bytes == element_bytes)
-    reduced = draft_vocab < config.vocab_size
+    run = dry_run_of(config.layers_config(), precision)
+    layers: nn.Module = run.decoder.layers
+    linears = tuple(
+        (module.out_features, module.in_features)
+        for name, module in layers.named_modules()
+        if isinstance(module, nn.Linear) and name.endswith(PACKED_MODULES)
+    )
+    in_layers = sum(each.numel() for each in (*layers.parameters(), *layers.buffers()))
+    beside = 2 * width * width + 3 * width  # `fc`, and the norms of embedding, state and output
+    rotary = sum(each.nbytes for name, each in run.decoder.named_buffers() if not name.startswith("layers."))
     return DrafterFacts(
         name=f"the target's MTP head ({config.family})",
         hidden_size=width,
         aux_width=width,
         draft_vocab=draft_vocab,
         element_bytes=element_bytes,
-        count=partial(_count_head, dry_run_of(layers, precision), 3 * width * element_bytes),
-        linears=tuple(linears),
+        count=run.count,
+        linears=linears,
         head=(draft_vocab, width) if copies_rows else None,
-        embedding_elements=0,
-        plain_elements=plain,
-        fixed_bytes=(8 * draft_vocab if reduced else 0) + rotary,
+        plain_elements=beside + in_layers - sum(map(math.prod, linears)),
+        fixed_bytes=(8 * draft_vocab if draft_vocab < config.vocab_size else 0) + rotary,
     )
-
-
-def _count_head(layers: DryRun, joined_bytes: int, tokens: int, slots: int, **sizes: Any) -> ForwardBytes:
-    """Its layers, without their LM head; embedding and state, normed, and both side by side stay beside them."""
-    counted = layers.count(tokens, slots, **sizes)
-    joined = sizes.get("batch", 1) * tokens * joined_bytes
-    return replace(counted, activations=counted.activations + joined)
 
 
 @dataclass(frozen=True)
 class _EagleLayers:
     """What an EAGLE drafter's layers take, by formula: its network is built above this room, so it cannot run here."""
 
-    hidden_size: int
-    intermediate_size: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    key_dim: int
-    value_dim: int
-    num_layers: int
-    window: int | None
+    config: Eagle31Config
     element_bytes: int
 
     def count(
         self, tokens: int, slots: int, *, capacity: int, block: int, batch: int = 1, grows: bool = True
     ) -> ForwardBytes:
         """As `DryRun.count`."""
-        b, rows, width = self.element_bytes, batch * tokens, self.hidden_size
-        ring = None if self.window is None or self.window >= capacity else max(self.window - 1, 1)
+        config, b, rows = self.config, self.element_bytes, batch * tokens
+        width, q_heads, key = config.hidden_size, config.num_attention_heads, filled(config.head_dim)
+        rotated, kv_heads, value = key, filled(config.num_key_value_heads), key
+        if config.is_latent:  # one key, latent and rotated part side by side, and one value, the latent
+            kv_heads, value = 1, filled(config.kv_lora_rank)
+            key += value
+        window = config.sliding_window
+        ring = None if window is None or window >= capacity else max(window - 1, 1)
         visible, stored = (slots, slots) if ring is None else (ring + tokens, ring + block)
-        mask = batch * tokens * visible * b
-        key_and_value = self.key_dim + self.value_dim
-        layer = batch * self.kv_heads * key_and_value * b * stored
-        groups = self.q_heads // self.kv_heads
+        mask = rows * visible * b
+        layer = batch * kv_heads * (key + value) * b * stored
+        groups = q_heads // kv_heads
         beside = [layer * visible // stored if grows else 0]
-        if groups > 1 and tokens > 1 and repeats_mask(tokens, self.kv_heads, groups, self.key_dim):
+        if groups > 1 and tokens > 1 and repeats_mask(tokens, kv_heads, groups, key):
             beside.append(groups * mask)
-        projected = 2 * self.key_dim + 5 * width + (self.q_heads + 2 * self.kv_heads) * self.key_dim
-        attention = rows * (projected * b + self.q_heads * (key_and_value * b + 4)) + max(beside)
-        mlp = rows * b * (2 * self.head_dim + 7 * width + 4 * self.intermediate_size)
+        projected = 2 * key + 5 * width + (q_heads + 2 * kv_heads) * key
+        attention = rows * (projected * b + q_heads * ((key + value) * b + 4)) + max(beside)
+        mlp = rows * b * (2 * rotated + 7 * width + 4 * config.intermediate_size)
         return ForwardBytes(
             activations=mask + max(mlp, attention),
-            cache=self.num_layers * layer,
+            cache=config.num_hidden_layers * layer,
             largest_layer=layer,
         )

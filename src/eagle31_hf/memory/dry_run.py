@@ -12,20 +12,22 @@ that no operation has made (a file mapped into memory).
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..cache.quantized import refuse_unquantizable
 from ..cache.spans import kinds_from_config
@@ -33,11 +35,12 @@ from ..cache.speculative import SpeculativeCache
 from ..cache.states import CONVOLUTION, StateLayer
 from ..cache.stock import read_stock_layers
 from ..cache.torch_internals import TorchDispatchMode
+from ..checkpoints.hub import target_class
 from ..errors import ConfigurationError, IncompatibleTargetError, MemoryPlanError, first_line
 from ..targets.binding import cache_argument
 from ..targets.grouped_attention import attending_grouped
 from ..targets.mixers import Mixers
-from .weights import config_json, meta_model
+from .weights import Quantization
 
 _MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
 """Operations whose input is new: `torch.tensor([...])` passes its storage through this one first."""
@@ -180,41 +183,50 @@ class _Count:
 
 
 class DryRun:
-    """A target of one configuration, to be run without memory.
+    """A target to be run without memory.
 
     Args:
-        config_class: of the target's configuration.
-        config_json: all its fields.
-        dtype: of its activations.
-        attention: its `attn_implementation`; `None`: transformers' own choice.
+        model: of the target's configuration, on the meta device.
 
     Raises:
-        MemoryPlanError: transformers makes no model of it, or it has layers that no draft can be verified on.
+        MemoryPlanError: it has layers that no draft can be verified on.
     """
 
-    def __init__(self, config_class: Any, config_json: str, dtype: torch.dtype, attention: str | None):
-        self._model: Any = meta_model(config_class, config_json, dtype, attention)
-        self._text: Any = self._model.config.get_text_config(decoder=True)
-        for each in (self._model.config, self._text):
+    def __init__(self, model: PreTrainedModel):
+        self.model: Any = model
+        self.text: Any = model.config.get_text_config(decoder=True)
+        for each in (self.model.config, self.text):
             each.pad_token_id = None  # else some look for pads among ids that have no values
         try:
-            kinds = kinds_from_config(self._text, None, 1)
+            kinds = kinds_from_config(self.text, None, 1)
         except IncompatibleTargetError as error:
             raise MemoryPlanError(str(error)) from error
         self.windows = tuple(kinds.windows)
-        mixers = Mixers(self._model)
+        mixers = Mixers(self.model)
         self.has_states, self.is_decoded_plainly = any(kinds.num_states), bool(mixers.unrecorded)
         mixers.let_go()
-        self._computed = _skip_layers_alike(self._model, self._text)
+        self._computed = _skip_layers_alike(self.model, self.text)
         ours = [partial(self._run_over_our_cache, masks_by_type=each) for each in (None, True, False)]
         self._ways: list[Callable[[_Forward], _Count]] = [*ours, self._run_over_a_stock_cache]
         self._turns, self._counts = threading.Lock(), dict[_Forward, _Count]()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the target's shape: what a plan depends on besides how weights are packed."""
+        shapes = [(name, *parameter.shape) for name, parameter in self.decoder.named_parameters()]
+        fields = self.text.model_type, getattr(self.text, "tie_word_embeddings", None), shapes
+        return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
+
+    @property
+    def decoder(self) -> Any:
+        """The model without its LM head, and without what sees."""
+        return self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
 
     @property
     def takes_eight_bits(self) -> bool:
         """Whether its keys and values can be stored in 8 bits."""
         try:
-            refuse_unquantizable(self._text, "int8")
+            refuse_unquantizable(self.text, "int8")
         except (ConfigurationError, IncompatibleTargetError):
             return False
         return True
@@ -287,12 +299,12 @@ class DryRun:
                 self._ways = [way, *self._ways[-1:]]
                 return count
         raise MemoryPlanError(
-            f"what {type(self._model).__name__} takes cannot be counted without running it "
+            f"what {type(self.model).__name__} takes cannot be counted without running it "
             f"({first_line(failures[0])[:160]}); drafting works without a plan"
         ) from failures[0]
 
     def _run_over_our_cache(self, forward: _Forward, masks_by_type: bool | None) -> _Count:
-        model, before = self._model, forward.slots - forward.tokens
+        model, before = self.model, forward.slots - forward.tokens
         argument, is_draft = cache_argument(model), forward.verifies and not self.is_decoded_plainly
 
         def read(tokens: int, logits_to_keep: int) -> Tensor:
@@ -307,7 +319,7 @@ class DryRun:
 
         with self._counted() as counter:
             cache = SpeculativeCache.from_config(
-                self._text, batch_size=forward.batch, capacity=forward.slots, block=forward.block,
+                self.text, batch_size=forward.batch, capacity=forward.slots, block=forward.block,
                 slab=1 if forward.grows else None, masks_by_type=masks_by_type, cache_type=forward.cache_type,
                 device="meta",
             )  # fmt: skip
@@ -349,7 +361,7 @@ class DryRun:
 
     def _run_over_a_stock_cache(self, forward: _Forward) -> _Count:
         """As plain `generate` reads: some take no mask but their own, and are decoded so."""
-        model, cache = self._model, DynamicCache(config=self._text)
+        model, cache = self.model, DynamicCache(config=self.text)
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         with self._counted() as counter:
             ids = torch.zeros(forward.batch, forward.tokens, dtype=torch.long, device="meta")
@@ -364,11 +376,10 @@ class DryRun:
     @contextmanager
     def _counted(self) -> Iterator[StorageCounter]:
         """Storages are counted, and the model attends and keeps states as it does in the loop."""
-        model = self._model
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-        takes_ours = getattr(type(decoder), "_can_set_attn_implementation", bool)()
+        model = self.model
+        takes_ours = getattr(type(self.decoder), "_can_set_attn_implementation", bool)()
         mixers = Mixers(model)
-        attending = attending_grouped(self._text) if takes_ours else nullcontext()
+        attending = attending_grouped(self.text) if takes_ours else nullcontext()
         try:
             with torch.no_grad(), StorageCounter() as counter, _FusedKernels(), attending:
                 yield counter
@@ -419,16 +430,35 @@ def _skip_layers_alike(model: Any, text: Any) -> Sequence[int]:
     return computed
 
 
-@lru_cache(maxsize=16)
-def _dry_run(config_class: Any, fields_json: str, dtype: torch.dtype, attention: str | None) -> DryRun:
-    return DryRun(config_class, fields_json, dtype, attention)
+def dry_run_of(config: PreTrainedConfig, packing: Quantization, attention: str | None = None) -> DryRun:
+    """That of a configuration, in the scheme's dtype; what it has counted is counted once.
 
-
-def dry_run(config: PreTrainedConfig, dtype: torch.dtype, attention: str | None = None) -> DryRun:
-    """That of a configuration; what it has counted is counted once.
+    Args:
+        attention: `attn_implementation`. The run attends by SDPA where it can, unless scores are made (`"eager"`).
 
     Raises:
-        MemoryPlanError: as of `DryRun`.
+        MemoryPlanError: transformers makes no model of it, or as of `DryRun`.
     """
+    wanted = attention or getattr(config.get_text_config(decoder=True), "_attn_implementation", None)
     config_class: Any = type(config)
-    return _dry_run(config_class, config_json(config), dtype, attention)
+    # Unlike transformers' own text of the fields this one reads back as it was where one is infinite.
+    fields_json = json.dumps(config.to_dict(), default=str)
+    return _dry_run(config_class, fields_json, packing.torch_dtype, "eager" if wanted == "eager" else None)
+
+
+@lru_cache(maxsize=16)
+def _dry_run(config_class: Any, fields_json: str, dtype: torch.dtype, attention: str | None) -> DryRun:
+    # Its dtype would decide the model's, and shapes are those before packing.
+    left_out = ("dtype", "torch_dtype", "quantization_config")
+    config = config_class.from_dict({k: v for k, v in json.loads(fields_json).items() if k not in left_out})
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    try:
+        with torch.device("meta"):
+            model = target_class(config).from_config(config, dtype=dtype, **chosen).eval()
+    except Exception as error:  # sizes may be wrong in any way
+        raise MemoryPlanError(
+            f"transformers makes no causal language model of this {type(config).__name__} "
+            f"(model_type={config.model_type!r}): {first_line(error)[:200]}; give the config of a "
+            "decoder-only language model"
+        ) from error
+    return DryRun(model)

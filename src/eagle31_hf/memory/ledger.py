@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cache.graph_sizes import SLOT_BUCKET, cache_size, slot_bucket
-from ..drafting.shape import DraftShape, default_tree_size, noise_bytes
+from ..drafting.shape import USUAL_TREE, DraftShape, noise_bytes
 from .cards import MIB, Card
 from .drafter_facts import DrafterFacts
 from .dry_run import ForwardBytes
@@ -57,7 +57,7 @@ class MemorySettings:
         batch: rows.
         draft_tokens: depth of a draft; 0 means no drafter.
         tree_size: nodes verified per round, root included; `None` for a chain.
-        draft_top_k: children per node of a tree; `None`: as its size allows, by the rule for sizes nobody asked for.
+        draft_top_k: children per node of a tree; `None`: two, if `tree_size` is given.
         draft_is_usual: nobody asked for a draft. It is the largest of what is drafted then, chains or trees.
         prefill_chunk: prompt tokens per target forward.
         cache_type: `"full"` or `"int8"`; the target's. The drafter's one layer stays as it is.
@@ -83,7 +83,7 @@ class MemorySettings:
         """The largest draft of a round."""
         if self.tree_size is None or not self.speculates:
             return DraftShape(self.draft_tokens)
-        top_k = self.draft_top_k or max(1, self.tree_size // default_tree_size(self.draft_tokens, top_k=1))
+        top_k = self.draft_top_k or USUAL_TREE.top_k
         return DraftShape(self.draft_tokens, top_k=top_k, size=self.tree_size)
 
     @property

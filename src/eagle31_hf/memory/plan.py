@@ -11,8 +11,9 @@ from torch import nn
 from ..errors import MemoryPlanError
 from .cards import GIB, MIB, Card, find_card
 from .drafter_facts import DrafterFacts
+from .dry_run import dry_run_of
 from .ledger import RUNNING, LedgerTerm, MemorySettings, build_ledger, bytes_by_moment, captures_steps
-from .target_facts import TargetFacts, target_fingerprint
+from .target_facts import TargetFacts
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class MemoryPlan:
         Raises:
             MemoryPlanError: its shape is not the planned one's.
         """
-        found = target_fingerprint(model.config)  # type: ignore[arg-type]
+        found = dry_run_of(model.config, self.target.quantization).fingerprint  # type: ignore[arg-type]
         if found != self.target.fingerprint:
             raise MemoryPlanError(
                 f"this plan was made for {self.target.name} (shape {self.target.fingerprint}), got a model of shape "
@@ -262,7 +263,7 @@ def _draft_text(plan: MemoryPlan) -> str:
     settings = plan.settings
     if not settings.speculates:
         return "none: no drafter" + ("" if plan.drafter is None else " fits beside the target")
-    depth, nodes = settings.draft_tokens, settings.tree_size
+    depth, nodes = settings.draft_tokens, settings.tree_size and settings.shape.nodes
     if settings.draft_is_usual:
         shape = f"chains of up to {depth} tokens" + (f", trees of {nodes} nodes for sampled texts" if nodes else "")
     else:

@@ -12,17 +12,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..drafting.shape import (
-    FIXED_DEPTH,
-    LONGEST_CHAIN,
-    LONGEST_OF_GRAPHS,
-    USUAL_TREE,
-    default_tree_size,
-)
+from ..drafting.shape import LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape
 from ..errors import MemoryPlanError, removal
-from ..settings import CACHE_TYPES
+from ..settings import CACHE_TYPES, Eagle31GenerationConfig
 from .cards import CARDS, GIB, Card, find_card
 from .drafter_facts import DrafterFacts, drafter_to_plan, read_drafter
 from .ledger import DRAFTER_PRECISIONS, MemorySettings, captures_steps
@@ -236,51 +230,41 @@ def _candidates(request: _Request) -> list[MemorySettings]:
     able = STORED_TYPES if request.target.forward.takes_eight_bits else STORED_TYPES[:1]
     caches, chunks = tried("cache_type", able), tried("prefill_chunk", PREFILL_CHUNKS)
     precisions = tried("drafter_precision", DRAFTER_PRECISIONS)
-    choices = list(product(caches, precisions, _drafts(request), chunks))
+    choices = list(product(caches, precisions, tried("draft_tokens", (None, SHORT_DRAFT_TOKENS)), chunks))
     if "draft_tokens" not in asked:
-        choices += product(caches, ("full",), [_Draft(0)], chunks)
-    names = ("prefill_chunk", "cache_type", "drafter_precision")
-    made = (
-        MemorySettings(**{**asked, **draft._asdict(), **dict(zip(names, (chunk, cache, precision), strict=True))})
-        for cache, precision, draft, chunk in choices
+        choices += product(caches, ("full",), [0], chunks)
+    base = MemorySettings(asked["context"], asked["batch"])
+    return [
+        _with_draft(request, depth, replace(base, cache_type=cache, drafter_precision=precision, prefill_chunk=chunk))
+        for cache, precision, depth, chunk in choices
+    ]
+
+
+def _with_draft(request: _Request, depth: int | None, settings: MemorySettings) -> MemorySettings:
+    """With the largest draft of a round, as a drafter's settings have it: for greedy texts and for sampled ones.
+
+    Where steps are captured trees are usual for sampled texts, if they pay: packed weights make a product dearer with
+    its rows, and layers that keep states verify chains alone.
+    """
+    if depth == 0:
+        return replace(settings, draft_tokens=0)
+    target, width, nodes = request.target, request.asked.get("draft_top_k"), request.asked.get("tree_size")
+    by_graphs: list[DraftShape | None] = [None]
+    if captures_steps(target, request.card, settings):
+        by_graphs = [DraftShape(LONGEST_OF_GRAPHS), *([USUAL_TREE] if target.quantization.method == "none" else [])]
+    drafter = Eagle31GenerationConfig(num_assistant_tokens=depth, draft_top_k=width, draft_tree_size=nodes)
+    kind, rows = request.card.kind, settings.batch
+    shapes = [drafter.draft_shape(device_type=kind, rows=rows, by_graphs=usual) for usual in by_graphs]
+    if target.forward.has_states:
+        shapes = [shape.as_chain() for shape in shapes]
+    tree = next((shape for shape in shapes if shape.is_tree), DraftShape(0))
+    return replace(
+        settings,
+        draft_tokens=max(shape.depth for shape in shapes),
+        tree_size=tree.size or None,
+        draft_top_k=tree.top_k if tree.size else width,
+        draft_is_usual=depth is None and drafter.asked_top_k in (None, 1),
     )
-    return [_with_usual_tree(request, settings) for settings in made]
-
-
-class _Draft(NamedTuple):
-    """Fields of `MemorySettings`."""
-
-    draft_tokens: int
-    tree_size: int | None = None
-    draft_is_usual: bool = False
-
-
-def _drafts(request: _Request) -> list[_Draft]:
-    """Drafts to try, the longest first."""
-    depth, width, nodes = (request.asked.get(name) for name in ("draft_tokens", "draft_top_k", "tree_size"))
-    is_tree = nodes is not None or (width or 1) > 1
-    if depth is None and not is_tree:
-        usual = LONGEST_CHAIN if request.card.kind == "cpu" else LONGEST_OF_GRAPHS
-        return [_Draft(usual, draft_is_usual=True), _Draft(SHORT_DRAFT_TOKENS)]
-    if depth is not None:
-        depths: tuple[int, ...] = (depth,)
-    else:
-        depths = (LONGEST_OF_GRAPHS if width is None else FIXED_DEPTH, SHORT_DRAFT_TOKENS)
-    if not is_tree or request.target.forward.has_states:  # which drafts a chain of the tree's depth
-        return [_Draft(each) for each in depths]
-    sizes = {each: nodes or default_tree_size(each, width or 1) for each in depths}
-    return [_Draft(each, size) for each, size in sizes.items() if size > each] or [_Draft(each) for each in depths]
-
-
-def _with_usual_tree(request: _Request, settings: MemorySettings) -> MemorySettings:
-    """A usual draft is a tree where steps are captured for one row and nobody asks for chains, if trees pay there:
-    packed weights make a product dearer with its rows, and layers that keep states verify chains alone."""
-    target = request.target
-    pays = target.quantization.method == "none" and not target.forward.has_states
-    may_be_tree = settings.draft_is_usual and settings.draft_top_k is None and settings.batch == 1
-    if not (pays and may_be_tree and captures_steps(target, request.card, settings)):
-        return settings
-    return replace(settings, tree_size=USUAL_TREE.size, draft_top_k=USUAL_TREE.top_k)
 
 
 def _longest_context(plan: MemoryPlan) -> int:

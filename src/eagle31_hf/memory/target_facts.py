@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from huggingface_hub import HfApi
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -17,10 +13,12 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.hub import can_be_hub_id
 from ..errors import MemoryPlanError, first_line
-from .dry_run import DryRun, dry_run
+from ..targets.fresh_drafter import trained_context
+from .dry_run import DryRun, dry_run_of
 from .known_targets import close_names, find_known_target, known_targets
 from .weights import (
     AS_STORED,
+    DTYPES,
     SCHEMES,
     Quantization,
     WeightBytes,
@@ -28,57 +26,11 @@ from .weights import (
     packed_as_stored,
     scheme,
     storage_bytes,
-    weight_inventory,
 )
 
 _REQUIRED_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_FINGERPRINT_FIELDS = (*_REQUIRED_FIELDS, "model_type", "intermediate_size", "num_key_value_heads", "head_dim",
-                       "tie_word_embeddings", "num_local_experts", "num_experts")  # fmt: skip
-_LAYER_FIELDS = ("intermediate_size", "num_key_value_heads", "head_dim")  # no layer's own where layers differ
-_INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")  # GPT-2, OPT, Falcon
-_KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads")  # Falcon
-_CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")  # MPT, Bloom
-_DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 WEIGHT_FILES = (".safetensors", ".bin")
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class LayerSizes(NamedTuple):
-    """One decoder layer, its heads as attention sees them; `key_dim` and `value_dim` differ for latent attention."""
-
-    attention_heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    intermediate_size: int
-
-
-def sizes_by_layer(config: PreTrainedConfig) -> list[LayerSizes]:
-    """Sizes of every decoder layer of a model of this configuration, whatever its family calls them."""
-    text = config.get_text_config(decoder=True)
-    if getattr(text, "is_heterogeneous", False):  # Gemma 4: heads of global layers are wider
-        return [_layer_sizes(layer) for layer in text.per_layer_config]
-    return [_layer_sizes(text)] * text.num_hidden_layers
-
-
-def _layer_sizes(layer: PreTrainedConfig) -> LayerSizes:
-    heads, hidden = layer.num_attention_heads, layer.hidden_size
-    intermediate = _first(layer, _INTERMEDIATE_NAMES) or 4 * hidden
-    if getattr(layer, "kv_lora_rank", None):
-        return LayerSizes(heads, 1, layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim, intermediate)
-    one_key = getattr(layer, "multi_query", False) and not getattr(layer, "new_decoder_architecture", False)
-    kv_heads = 1 if one_key else _first(layer, _KV_HEADS_NAMES) or heads  # Falcon, GPT-BigCode
-    width = getattr(layer, "head_dim", None) or hidden // heads
-    return LayerSizes(heads, kv_heads, width, getattr(layer, "v_head_dim", None) or width, intermediate)
-
-
-def trained_context(config: PreTrainedConfig) -> int | None:
-    """Tokens the model was made for; `None` if its configuration does not tell."""
-    return _first(config.get_text_config(decoder=True), _CONTEXT_NAMES)
-
-
-def _first(config: PreTrainedConfig, names: Sequence[str]) -> Any:
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
 
 
 @dataclass(frozen=True)
@@ -86,24 +38,36 @@ class TargetFacts:
     """A target's share of a plan.
 
     Attributes:
-        fingerprint: of its shape (not of its weights or quantisation).
         weights: bytes by kind; of a loaded model all are `plain`, as measured.
         forward: counts what a forward of it takes.
-        layer: its widest layer.
         loaded: the weights are in memory already.
     """
 
     name: str
-    fingerprint: str
     quantization: Quantization
     weights: WeightBytes
-    num_parameters: int
     forward: DryRun
-    layer: LayerSizes
-    hidden_size: int
-    vocab_size: int
-    max_position_embeddings: int | None
     loaded: bool = False
+
+    @property
+    def fingerprint(self) -> str:
+        return self.forward.fingerprint
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.forward.model.parameters())
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.forward.text.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.forward.text.vocab_size)
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        return trained_context(self.forward.text)
 
 
 def read_target(target: Any, quantization: Any = None, *, attention: str | None = None) -> TargetFacts:
@@ -155,19 +119,8 @@ def _bytes_of_files(target: Any, config: PreTrainedConfig) -> int:
 
 def _facts(name: str, config: PreTrainedConfig, packing: Quantization, attention: str | None) -> TargetFacts:
     _require_fields(config)
-    inventory, text = weight_inventory(config), config.get_text_config(decoder=True)
-    return TargetFacts(
-        name=name,
-        fingerprint=target_fingerprint(config),
-        quantization=packing,
-        weights=count_weights(inventory, packing),
-        num_parameters=inventory.num_parameters,
-        forward=dry_run_of(config, packing, attention),
-        layer=max(sizes_by_layer(config), key=lambda layer: layer.kv_heads * (layer.key_dim + layer.value_dim)),
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-        max_position_embeddings=trained_context(config),
-    )
+    forward = dry_run_of(config, packing, attention)
+    return TargetFacts(name, packing, count_weights(forward.model, packing), forward)
 
 
 def _why_no_config(target: str, error: Exception) -> str:
@@ -229,30 +182,6 @@ def _packing(config: PreTrainedConfig, quantization: Any) -> Quantization:
 def _dtype_name(dtype: Any) -> str:
     """Of torch's, or of what a `config.json` calls it."""
     return _DTYPE_NAMES.get(str(dtype).removeprefix("torch."), "bf16")
-
-
-def dry_run_of(config: PreTrainedConfig, packing: Quantization, attention: str | None = None) -> DryRun:
-    """A run without memory of a model of this configuration; attends by SDPA where it can, unless asked for scores."""
-    wanted = attention or getattr(config.get_text_config(decoder=True), "_attn_implementation", None)
-    return dry_run(config, _DTYPES[packing.dtype], "eager" if wanted == "eager" else None)
-
-
-def target_fingerprint(config: PreTrainedConfig) -> str:
-    """Identifies a target's shape: what a plan depends on besides the quantisation."""
-    text = config.get_text_config(decoder=True)
-    fields = {field: getattr(text, field, None) for field in _FINGERPRINT_FIELDS if field not in _LAYER_FIELDS}
-    layers = set(sizes_by_layer(text))
-    if len(layers) > 1:
-        return digest(fields | {"layers": sorted(layers)})
-    fields |= {field: getattr(text, field, None) for field in _LAYER_FIELDS}
-    fields["head_dim"] = (
-        fields["head_dim"] or text.hidden_size // text.num_attention_heads
-    )  # not all have a field for it
-    return digest(fields)
-
-
-def digest(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _facts_of_model(model: nn.Module, attention: str | None) -> TargetFacts:

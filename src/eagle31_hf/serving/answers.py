@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import regex  # transformers' parser matches with it
 from transformers import PreTrainedTokenizerBase
 
-from .bodies import ChatBody, CompletionBody
+from .bodies import AnyBody, ChatBody, CompletionBody
 from .forms import AnswerForm, Template, with_types
 from .text import Event, Request, TokenLogprob, TokenTexts, Usage
 
@@ -25,6 +25,9 @@ Fields = dict[str, Any]
 
 MOST_MARKS = 16
 """Marks of calls inside one another that are looked behind for a sound call."""
+
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a thought's field in published templates."""
 
 
 class ToolCall(NamedTuple):
@@ -63,18 +66,17 @@ class AnswerParser:
         prompt: Sequence[int] = (),
         tools: Sequence[Any] = (),
     ):
-        self._tokenizer = tokenizer
+        self._tokenizer, self._form = tokenizer, form
         self._tools: list[Any] = [_with_types_known(tool) for tool in tools]
         self._names = {tool["function"]["name"] for tool in tools}
-        self._template = _never_missing(form.template if tools else form.without_calls)
         if form.is_own:
             prefix = str(tokenizer.decode(list(prompt)))
         else:
             prefix = form.think[0] if ends_in_thought(tokenizer, form, prompt) else ""
-        self._found = _found_only(self._template, form.around)
-        close = self._found["fields"].get("tool_calls", {}).get("close_pattern")
+        self._template = _parts_as_text(form, has_calls=bool(tools))
+        close = self._template["fields"].get("tool_calls", {}).get("close_pattern")
         self._close = regex.compile(close, regex.DOTALL) if close else None
-        self._parser = tokenizer.get_response_parser(self._found, prefix=prefix)
+        self._parser = tokenizer.get_response_parser(self._template, prefix=prefix)
         self._raw, self._at = "", 0  # all text, and where the last call in it ended
         self._held = ""  # an answer that may turn out to be a call in JSON alone
         self._spaces = ""  # at the end of what was said or thought: of nobody if the region ends there
@@ -85,11 +87,11 @@ class AnswerParser:
     def feed(self, text: str) -> list[AnswerPart]:
         """What `text` completes."""
         self._raw += text
-        return _only(self._parts(self._parser.feed(text)))
+        return _not_empty(self._parts(self._parser.feed(text)))
 
     def finish(self) -> list[AnswerPart]:
         """What is left at the answer's end."""
-        return _only([*self._parts(self._parser.finalize()[1]), *self._last()])
+        return _not_empty([*self._parts(self._parser.finalize()[1]), *self._last()])
 
     def _last(self) -> Iterator[AnswerPart]:
         if self._held:
@@ -98,19 +100,17 @@ class AnswerParser:
         else:
             yield AnswerPart(content=self._spaces)
 
-    def _parts(self, events: Sequence[dict[str, Any]]) -> Iterator[AnswerPart]:
+    def _parts(self, events: Sequence[Fields]) -> Iterator[AnswerPart]:
         for event in events:
             field, kind = event["field"], event["type"]
-            if kind == "region_open" and field in _THOUGHTS:
-                self._spaces, self._trims = "", True
-            elif kind == "region_chunk" and field in _THOUGHTS:
+            if field in THOUGHTS and kind == "region_chunk":
                 yield AnswerPart(reasoning=self._trimmed(event["text"]))
-            elif kind == "region_chunk" and field in ("content", "plain"):
-                yield from self._say(event["text"])
-            elif kind == "region_close" and field == "tool_calls":
-                yield from self._close_call(event["value"]["opened"], event["value"]["body"])
-            if kind == "region_close" and field in _THOUGHTS:
+            elif field in THOUGHTS:  # one begins or ends
                 self._spaces, self._trims = "", True
+            elif field in ("content", "plain") and kind == "region_chunk":
+                yield from self._say(event["text"])
+            elif field == "tool_calls" and kind == "region_close":
+                yield from self._close_call(event["value"]["opened"], event["value"]["body"])
 
     def _trimmed(self, text: str) -> str:
         """Without white space at a region's beginning, and holding back what may be at its end."""
@@ -145,15 +145,17 @@ class AnswerParser:
         if self._depth == MOST_MARKS:
             yield from self._say(rest)
             return
-        inner = self._tokenizer.get_response_parser(self._found, prefix="")
+        inner = self._tokenizer.get_response_parser(self._template, prefix="")
         outer = self._raw, self._at
         self._depth, self._raw, self._at = self._depth + 1, rest, 0
         yield from self._parts([*inner.feed(rest), *inner.finalize()[1]])
         self._depth, (self._raw, self._at) = self._depth - 1, outer
 
     def _read(self, region: str) -> Any:
+        calls = {**self._form.template["fields"]["tool_calls"], "optional": True}
+        template = self._form.template | {"fields": {"tool_calls": calls}}
         try:
-            found = self._tokenizer.parse_response(region, self._template, prefix="", tools=self._tools)
+            found = self._tokenizer.parse_response(region, template, prefix="", tools=self._tools)
         except (ValueError, KeyError, RecursionError):
             return None
         return found.get("tool_calls")
@@ -175,51 +177,43 @@ class AnswerParser:
         return ToolCall(function["name"], as_json)
 
 
-def _with_types_known(tool: dict[str, Any]) -> dict[str, Any]:
+def _with_types_known(tool: Fields) -> Fields:
     """For the parser, which reads values by the types that stand at the parameters themselves."""
     function = tool["function"]
     return {**tool, "function": {**function, "parameters": with_types(function.get("parameters") or {})}}
 
 
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names of a thought's field in published templates."""
-
-
-def _found_only(template: Template, around: tuple[str, str] | None) -> Template:
-    """The template with calls as text between their marks, or those `around` several, which is never refused."""
-    fields = dict(template["fields"])
-    if (calls := fields.get("tool_calls")) is not None:
-        calls = calls if around is None else {"open": around[0], "close": around[1]}
-        fields["tool_calls"] = {
-            "open_pattern": f"(?P<opened>{_pattern(calls, 'open')})",
-            **({"close_pattern": close} if (close := _pattern(calls, "close")) else {}),
-            "repeats": True,
-            "content": "text",
-            "content_args": {"strip": False},
-            "transform": {"opened": "{opened}", "body": "{content}"},
-        }
-    return template | {"fields": fields}
+def _parts_as_text(form: AnswerForm, *, has_calls: bool) -> Template:
+    """The form's template with all parts as text between their marks, none of which is ever missing or wrong."""
+    fields: Fields = {}
+    for name, field in form.template["fields"].items():
+        if name != "tool_calls":
+            marks = {mark: field[mark] for mark in ("open", "close") if mark in field}
+            patterns = {mark: _unnamed(field[mark]) for mark in ("open_pattern", "close_pattern") if mark in field}
+            fields[name] = {**marks, **patterns, "repeats": True, "content": "text"}
+        elif has_calls:
+            calls = field if form.around is None else {"open": form.around[0], "close": form.around[1]}
+            close = _pattern(calls, "close")
+            fields[name] = {
+                "open_pattern": f"(?P<opened>{_pattern(calls, 'open')})",
+                **({"close_pattern": close} if close else {}),
+                "repeats": True,
+                "content_args": {"strip": False},
+                "transform": {"opened": "{opened}", "body": "{content}"},
+            }
+    return form.template | {"fields": fields}
 
 
 def _pattern(field: Template, end: str) -> str:
     """The regular expression of a region's `"open"` or `"close"`, without names; empty where it has none."""
     if f"{end}_pattern" in field:
-        return re.sub(r"\(\?P<\w+>", "(?:", str(field[f"{end}_pattern"]))
+        return _unnamed(field[f"{end}_pattern"])
     marks = field.get(end, [])
     return "|".join(map(re.escape, [marks] if isinstance(marks, str) else marks))
 
 
-def _never_missing(template: Template) -> Template:
-    """The template for answers that end before they have all parts, and have parts that are not as they should be."""
-    marks = ("open", "open_pattern", "close", "close_pattern")
-    fields = {
-        name: {**field, "optional": True} if name == "tool_calls" else {
-            **{mark: re.sub(r"\(\?P<\w+>", "(?:", field[mark]) if "pattern" in mark else field[mark]
-               for mark in marks if mark in field}, "repeats": True, "content": "text",
-        }
-        for name, field in template["fields"].items()
-    }  # fmt: skip
-    return template | {"fields": fields}
+def _unnamed(pattern: str) -> str:
+    return re.sub(r"\(\?P<\w+>", "(?:", pattern)
 
 
 def _json_or_none(text: str) -> Any:
@@ -229,28 +223,11 @@ def _json_or_none(text: str) -> Any:
         return None
 
 
-def _only(parts: Iterator[AnswerPart] | Sequence[AnswerPart]) -> list[AnswerPart]:
-    return [part for part in parts if part.content or part.reasoning or part.call]
+def _not_empty(parts: Iterator[AnswerPart] | Sequence[AnswerPart]) -> list[AnswerPart]:
+    return [part for part in parts if any(part)]
 
 
 # --- what all answers have --------------------------------------------------------------------------------------------
-
-
-def _usage(usages: Sequence[Usage]) -> Fields:
-    """Of the texts of one answer: a prompt that several were written to counts once."""
-    prompt = max(usage.prompt_tokens for usage in usages)
-    written = sum(usage.completion_tokens for usage in usages)
-    accepted = sum(usage.accepted for usage in usages)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": max(usage.cached_tokens for usage in usages)},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(usage.drafted for usage in usages) - accepted,
-        },
-    }
 
 
 def timings_of(usages: Sequence[Usage], prompt_s: float, predicted_s: float) -> Fields:
@@ -259,28 +236,32 @@ def timings_of(usages: Sequence[Usage], prompt_s: float, predicted_s: float) -> 
     Args:
         prompt_s, predicted_s: seconds up to the first tokens, and from then on.
     """
-    read = max(usage.prompt_tokens - usage.cached_tokens for usage in usages)
-    written = sum(usage.completion_tokens for usage in usages)
-    return {
-        "cache_n": max(usage.cached_tokens for usage in usages),
-        **_timed("prompt", read, prompt_s),
-        **_timed("predicted", written, predicted_s),
-        "draft_n": sum(usage.drafted for usage in usages),
-        "draft_n_accepted": sum(usage.accepted for usage in usages),
-    }
+    usage = Usage.of_answer(usages)
+    timings: Fields = {"cache_n": usage.cached_tokens, "draft_n": usage.drafted, "draft_n_accepted": usage.accepted}
+    read = max(each.prompt_tokens - each.cached_tokens for each in usages)
+    for name, tokens, seconds in (("prompt", read, prompt_s), ("predicted", usage.completion_tokens, predicted_s)):
+        timings[f"{name}_n"], timings[f"{name}_ms"] = tokens, 1e3 * seconds
+        timings[f"{name}_per_token_ms"] = 1e3 * seconds / max(tokens, 1)
+        timings[f"{name}_per_second"] = tokens / seconds if seconds > 0 else 0.0
+    return timings
 
 
-def _timed(name: str, tokens: int, seconds: float) -> Fields:
+def _usage(usages: Sequence[Usage]) -> Fields:
+    usage = Usage.of_answer(usages)
     return {
-        f"{name}_n": tokens,
-        f"{name}_ms": 1e3 * seconds,
-        f"{name}_per_token_ms": 1e3 * seconds / max(tokens, 1),
-        f"{name}_per_second": tokens / seconds if seconds > 0 else 0.0,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": usage.accepted,
+            "rejected_prediction_tokens": usage.drafted - usage.accepted,
+        },
     }
 
 
 class AnswerWriter:
-    """Pieces of one answer, and the whole; its id and model are the same in all of them.
+    """Pieces of one answer, and the whole, which is what its pieces add up to; id and model are the same in all.
 
     Args:
         kind, kind_of_pieces: what OpenAI calls such objects.
@@ -291,17 +272,21 @@ class AnswerWriter:
         self._shared = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._kind, self._kind_of_pieces, self._more = kind, kind_of_pieces, more
         self._choices = choices
+        self._wholes: list[Fields] = [choice.opening for choice in choices]
 
     def _piece(self, choices: list[Fields], **more: Any) -> Fields:
         return {**self._shared, "object": self._kind_of_pieces, "choices": choices} | more
 
     def opening(self) -> list[Fields]:
         """Pieces before the first event."""
-        return [self._piece([piece]) for choice in self._choices for piece in choice.opening()]
+        return [self._piece([choice.opening]) for choice in self._choices if choice.opening]
 
     def pieces(self, index: int, event: Event) -> list[Fields]:
         """What one event of text `index` adds to a stream."""
-        return [self._piece([piece], **self._more) for piece in self._choices[index].pieces(event)]
+        made = self._choices[index].pieces(event)
+        for piece in made:
+            self._wholes[index] = _added(self._wholes[index], piece)
+        return [self._piece([piece], **self._more) for piece in made]
 
     def usage(self, usages: Sequence[Usage]) -> Fields:
         """The last piece of a stream that counts tokens."""
@@ -309,22 +294,25 @@ class AnswerWriter:
 
     def whole(self, usages: Sequence[Usage]) -> Fields:
         """The answer in one piece."""
-        choices = [choice.whole() for choice in self._choices]
+        choices = [choice.whole(pieces) for choice, pieces in zip(self._choices, self._wholes, strict=True)]
         return self._piece(choices, object=self._kind, usage=_usage(usages))
 
 
-def chat_writer(
-    model: str, tokenizer: PreTrainedTokenizerBase, form: AnswerForm, body: ChatBody, texts: Sequence[Request]
-) -> AnswerWriter:
-    """Of `/v1/chat/completions`."""
-    choices = [_ChatChoice(index, tokenizer, form, body, text) for index, text in enumerate(texts)]
-    return AnswerWriter(model, "chatcmpl", "chat.completion", "chat.completion.chunk", choices)
+def _added(one: Any, other: Any) -> Any:
+    """Two pieces of a stream as one: texts and lists go on, of all else the later counts."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one | {name: _added(one.get(name), value) for name, value in other.items()}
+    goes_on = isinstance(one, (str, list)) and type(one) is type(other)
+    return one + other if goes_on else other
 
 
-def completion_writer(
-    model: str, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, texts: Sequence[Request]
+def writer_of(
+    model: str, tokenizer: PreTrainedTokenizerBase, form: AnswerForm, body: AnyBody, texts: Sequence[Request]
 ) -> AnswerWriter:
-    """Of `/v1/completions`."""
+    """The writer of the answer to a body, of which these are the texts."""
+    if isinstance(body, ChatBody):
+        chats = [_ChatChoice(index, tokenizer, form, body, text) for index, text in enumerate(texts)]
+        return AnswerWriter(model, "chatcmpl", "chat.completion", "chat.completion.chunk", chats)
     choices = [_CompletionChoice(index, tokenizer, body, text) for index, text in enumerate(texts)]
     return AnswerWriter(model, "cmpl", "text_completion", "text_completion", choices, usage=None)
 
@@ -333,66 +321,52 @@ def completion_writer(
 
 
 class _ChatChoice:
-    """One choice, put together from its parts."""
+    """One choice of a chat's answer."""
 
     def __init__(
         self, index: int, tokenizer: PreTrainedTokenizerBase, form: AnswerForm, body: ChatBody, text: Request
     ):  # fmt: skip
-        self._index, self._one_call, self._tells_logprobs = index, not body.parallel_tool_calls, body.logprobs
+        self._index, self._body, self._call_id = index, body, form.call_id
         self._parser = AnswerParser(tokenizer, form, text.prompt, body.offered)
-        self._call_id = form.call_id
-        self._calls_before = sum(len(message.tool_calls or ()) for message in body.messages)
         self._tokens = TokenTexts(tokenizer, text.prompt)
-        self._content = self._reasoning = ""
-        self._calls: list[Fields] = []
-        self._logprobs: list[Fields] = []
-        self._finish: str | None = None
+        self._calls_before, self._calls = sum(len(message.tool_calls or ()) for message in body.messages), 0
+        self.opening = self._piece({"role": "assistant", "content": ""})
 
-    def opening(self) -> list[Fields]:
-        return [self.piece({"role": "assistant", "content": ""})]
+    def _piece(self, delta: Fields, finish: str | None = None) -> Fields:
+        return {"index": self._index, "delta": delta, "finish_reason": finish}
 
     def pieces(self, event: Event) -> list[Fields]:
         """What an event adds."""
         parts = self._parser.feed(event.text)
         if event.finish is not None:
             parts += self._parser.finish()
-        made = [self.piece(self._add(part)) for part in parts if not (self._one_call and part.call and self._calls)]
-        if self._tells_logprobs:
-            new = _chat_logprobs(self._tokens, event.logprobs)
-            self._logprobs += new
-            made = made or [self.piece({"content": ""})]
-            made[0]["logprobs"] = {"content": new}
-        if event.finish is not None:
-            # A text that stops after it called a function stops for that.
-            self._finish = "tool_calls" if self._calls and event.finish == "stop" else event.finish
-            made.append(self.piece({}))
+        made = [self._piece(delta) for part in parts if (delta := self._delta(part))]
+        if self._body.logprobs:
+            made = made or [self._piece({"content": ""})]
+            made[0]["logprobs"] = {"content": _chat_logprobs(self._tokens, event.logprobs)}
+        if event.finish is not None:  # a text that stops after it called a function stops for that
+            made.append(self._piece({}, "tool_calls" if self._calls and event.finish == "stop" else event.finish))
         return made
 
-    def piece(self, delta: Fields) -> Fields:
-        return {"index": self._index, "delta": delta, "finish_reason": self._finish}
+    def _delta(self, part: AnswerPart) -> Fields:
+        if part.call is None:
+            thought = {"reasoning_content": part.reasoning, "reasoning": part.reasoning}
+            return thought if part.reasoning else {"content": part.content}
+        if self._calls and not self._body.parallel_tool_calls:
+            return {}
+        number = self._calls_before + self._calls
+        name = self._call_id.format(random=uuid.uuid4().hex, name=part.call.name, number=number)
+        call = {"index": self._calls, "id": name, "type": "function", "function": part.call._asdict()}
+        self._calls += 1
+        return {"tool_calls": [call]}
 
-    def _add(self, part: AnswerPart) -> Fields:
-        """Add a part; returns the streamed delta that stands for it."""
-        if part.call is not None:
-            number = self._calls_before + len(self._calls)
-            name = self._call_id.format(random=uuid.uuid4().hex, name=part.call.name, number=number)
-            call = {"id": name, "type": "function", "function": part.call._asdict()}
-            self._calls.append(call)
-            return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
-        if part.reasoning:
-            self._reasoning += part.reasoning
-            return {"reasoning_content": part.reasoning, "reasoning": part.reasoning}
-        self._content += part.content
-        return {"content": part.content}
-
-    def whole(self) -> Fields:
-        message: Fields = {"role": "assistant", "content": self._content or (None if self._calls else "")}
-        if self._reasoning:
-            message["reasoning_content"] = message["reasoning"] = self._reasoning
-        if self._calls:
-            message["tool_calls"] = self._calls
-        choice = {"index": self._index, "message": message, "finish_reason": self._finish}
-        return choice | ({"logprobs": {"content": self._logprobs}} if self._tells_logprobs else {})
+    def whole(self, pieces: Fields) -> Fields:
+        """The choice that its pieces add up to."""
+        message = pieces.pop("delta")
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in message["tool_calls"]]
+        return pieces | {"message": message}
 
 
 def _chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> list[Fields]:
@@ -420,29 +394,21 @@ class _CompletionChoice:
     """One choice; methods as `_ChatChoice`'s."""
 
     def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, text: Request):
-        self._tokenizer, self._prompt = tokenizer, text.prompt
+        self._index, self._tokenizer, self._prompt = index, tokenizer, text.prompt
         self._tokens, self._echoed = TokenTexts(tokenizer, text.prompt), ""
+        self._tells_logprobs, self.opening = body.logprobs is not None, Fields()
         if body.echo:
             prompt = body.prompts[index // body.n]
             decoded = tokenizer.decode(list(text.prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False)
             self._echoed = prompt if isinstance(prompt, str) else str(decoded)
-        told = None if body.logprobs is None else _completion_logprobs(self._tokens, [])
-        self._whole: Fields = {"index": index, "text": "", "finish_reason": None, "logprobs": told}
-
-    def opening(self) -> list[Fields]:
-        return []
 
     def pieces(self, event: Event) -> list[Fields]:
         echoed, self._echoed = self._echoed, ""
-        whole, text = self._whole, echoed + event.text
-        new = {**whole, "text": text, "finish_reason": event.finish}
-        whole["text"] += text
-        whole["finish_reason"] = event.finish
-        if whole["logprobs"] is not None:
-            new["logprobs"] = self._logprobs(event, echoed)
-            for name, values in new["logprobs"].items():
-                whole["logprobs"][name] += values
-        return [new] if text or event.finish is not None or event.logprobs else []
+        if not (echoed or event.text or event.finish is not None or event.logprobs):
+            return []
+        logprobs = self._logprobs(event, echoed) if self._tells_logprobs else None
+        text = echoed + event.text
+        return [{"index": self._index, "text": text, "finish_reason": event.finish, "logprobs": logprobs}]
 
     def _logprobs(self, event: Event, echoed: str) -> Fields:
         if event.prompt_logprobs is None:
@@ -450,8 +416,8 @@ class _CompletionChoice:
         self._tokens.length = len(echoed)
         return _prompt_logprobs(self._tokenizer, self._prompt, event.prompt_logprobs, echoed)
 
-    def whole(self) -> Fields:
-        return self._whole
+    def whole(self, pieces: Fields) -> Fields:
+        return pieces
 
 
 def _completion_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> Fields:

@@ -10,9 +10,9 @@ from typing import Any
 from ..errors import ConfigurationError
 from ..texts.chats import encode_chat, is_read, is_reserved
 from .answers import ends_in_thought
-from .api_errors import ApiError
-from .bodies import DEFAULT_COMPLETION_TOKENS, NO_LIMIT, Body, ChatBody, CompletionBody, Constraint
-from .engine import Engine, TooLongError
+from .api_errors import ApiError, TooLongError
+from .bodies import DEFAULT_COMPLETION_TOKENS, NO_LIMIT, AnyBody, Body, ChatBody, CompletionBody, Constraint
+from .engine import Engine
 from .forms import call_grammar
 from .grammar import Grammar, GrammarCompiler, OpenThought
 from .text import Request, Sampling
@@ -27,8 +27,11 @@ class Translator:
         self._grammars = GrammarCompiler(engine.tokenizer, self._vocabulary, engine.eos_ids)
         self._lock = threading.Lock()
 
-    def of_chat(self, body: ChatBody) -> list[Request]:
-        """The texts of a chat, one per choice."""
+    def texts_of(self, body: AnyBody) -> list[Request]:
+        """The texts of an answer: of a chat one per choice, of a completion each prompt's choices."""
+        return self._of_chat(body) if isinstance(body, ChatBody) else self._of_completion(body)
+
+    def _of_chat(self, body: ChatBody) -> list[Request]:
         try:
             kwargs, _ = self._template_kwargs(body)
             prompt = encode_chat(self._tokenizer, body.for_template, tools=body.offered, **kwargs)
@@ -37,12 +40,11 @@ class Translator:
         form, grammar = self._engine.form, self._grammar(body.constraint)
         texts = self._choices(prompt, body, grammar)
         if grammar is not None and ends_in_thought(self._tokenizer, form, prompt):
-            thought = OpenThought.ended_by(self._tokenizer, form.think[1], texts[0].max_new_tokens // 2)
+            thought = OpenThought(self._tokenizer, form.think[1], texts[0].max_new_tokens // 2)
             grammar = replace(grammar, thought=thought)
         return [replace(text, grammar=grammar, marks=form.marks) for text in texts]
 
-    def of_completion(self, body: CompletionBody) -> list[Request]:
-        """The texts of a completion: of each prompt its choices."""
+    def _of_completion(self, body: CompletionBody) -> list[Request]:
         grammar, texts = self._grammar(body.constraint), list[Request]()
         for prompt in body.prompts:
             ids = prompt
@@ -89,8 +91,7 @@ class Translator:
             max_new_tokens=most,
             stop=body.stops,
             keep_stop=body.include_stop_str_in_output,
-            stop_token_ids=frozenset(body.stop_token_ids),
-            ignore_eos=body.ignore_eos,
+            end_ids=frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self._engine.eos_ids),
             min_new_tokens=body.min_tokens,
             skip_special_tokens=body.skip_special_tokens,
             top_logprobs=body.alternatives,

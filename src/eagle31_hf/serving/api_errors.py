@@ -37,6 +37,22 @@ class ApiError(Eagle31Error):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+class TooLongError(ApiError):
+    """Prompt and answer together are longer than any text may be.
+
+    Worded as OpenAI words it: by these words LiteLLM, opencode and others know that a chat has to be shortened.
+    """
+
+    def __init__(self, context: int, prompt: int, answer: int | None = None):
+        asked = "" if answer is None else f" and up to {answer} are to be written"
+        super().__init__(
+            f"this model's maximum context length is {context} tokens, prompt and answer together; the prompt has "
+            f"{prompt}{asked}",
+            code="context_length_exceeded",
+            param="messages",
+        )
+
+
 _TAGS = {"str", "int", "float", "bool", "dict", "list", "constrained-str", "constrained-int", "constrained-float"}
 """What pydantic adds to a place to say which type of several it has tried."""
 

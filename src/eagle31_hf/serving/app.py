@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import socket
 import time
@@ -24,12 +23,13 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from ..errors import ConfigurationError, Eagle31Error, UnsupportedGenerationError
-from .answers import AnswerWriter, chat_writer, completion_writer, timings_of
+from .answers import AnswerWriter, timings_of, writer_of
 from .api import Translator
 from .api_errors import ApiError
-from .bodies import Body, parse_chat, parse_completion, parse_json
-from .engine import Engine, QueueFullError, ShuttingDownError, TooLongError
+from .bodies import Body, ChatBody, CompletionBody, parse, parse_json
+from .engine import Engine
 from .metrics import ServerMetrics
+from .rows import ServedText
 from .text import Event, Request, Usage
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -110,7 +110,7 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
             CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     for kind in (Eagle31Error, HTTPException, Exception):
-        app.add_exception_handler(kind, partial(_as_response, engine))
+        app.add_exception_handler(kind, _as_response)
     return app
 
 
@@ -127,7 +127,7 @@ class _Server:
         """200 while texts are taken, 503 from then on."""
         engine, alive = self.engine, self.engine.is_alive
         state = {"status": "ok" if alive else "shutting down", "model": self.settings.model}
-        figures = {"running": engine.running, "waiting": engine.waiting}
+        figures = {"running": engine.scheduler.running, "waiting": len(engine.scheduler.waiting)}
         return JSONResponse(state | figures, status_code=200 if alive else 503)
 
     async def metrics(self) -> Response:
@@ -155,26 +155,19 @@ class _Server:
 
     async def chat(self, request: HttpRequest) -> Response:
         """`POST /v1/chat/completions`."""
-        body = parse_chat(parse_json(await self._body(request)))
-        self._check_model(body.model)
-        # Templates, grammars and tokenizing take a while: not on the loop that feeds every stream.
-        texts = await asyncio.to_thread(self.translator.of_chat, body)
-        writer = chat_writer(self.settings.model, self.engine.tokenizer, self.engine.form, body, texts)
-        return await self._answer(request, body, texts, writer)
+        return await self._answer(request, ChatBody)
 
     async def complete(self, request: HttpRequest) -> Response:
         """`POST /v1/completions`."""
-        body = parse_completion(parse_json(await self._body(request)))
-        self._check_model(body.model)
-        texts = await asyncio.to_thread(self.translator.of_completion, body)
-        writer = completion_writer(self.settings.model, self.engine.tokenizer, body, texts)
-        return await self._answer(request, body, texts, writer)
+        return await self._answer(request, CompletionBody)
 
-    async def _answer(
-        self, request: HttpRequest, body: Body, texts: Sequence[Request], writer: AnswerWriter
-    ) -> Response:
-        headers = self._headers(body)
-        run = _Run(self, texts)
+    async def _answer(self, request: HttpRequest, kind: type[ChatBody] | type[CompletionBody]) -> Response:
+        body = parse(kind, parse_json(await self._body(request)))
+        self._check_model(body.model)
+        # Templates, grammars and tokenizing take a while: not on the loop that feeds every stream.
+        texts = await asyncio.to_thread(self.translator.texts_of, body)
+        writer = writer_of(self.settings.model, self.engine.tokenizer, self.engine.form, body, texts)
+        headers, run = self._headers(body), _Run(self, texts)
         run.start()
         if body.stream:
             pieces = self._stream(request, run, writer, bool(body.stream_options.include_usage))
@@ -196,11 +189,19 @@ class _Server:
         named = {"X-Ignored-Fields": ignored, "X-Unfollowed-Settings": self.engine.unfollowed}
         return {header: ", ".join(names[:MOST_NAMED]) for header, names in named.items() if names}
 
-    async def _collect(self, run: _Run, writer: AnswerWriter) -> None:
+    async def _pieces(self, run: _Run, writer: AnswerWriter) -> AsyncIterator[list[dict[str, Any]]]:
+        """What each event adds to a stream."""
         async for index, event in run.events():
             if event.error:
                 raise ApiError(event.error, status=500, code="engine_error")
-            await _pieces(writer, index, event)
+            if event.prompt_logprobs is None:
+                yield writer.pieces(index, event)
+            else:  # a whole prompt takes a while
+                yield await asyncio.to_thread(writer.pieces, index, event)
+
+    async def _collect(self, run: _Run, writer: AnswerWriter) -> None:
+        async for _ in self._pieces(run, writer):
+            pass
 
     async def _stream(
         self, request: HttpRequest, run: _Run, writer: AnswerWriter, include_usage: bool
@@ -208,21 +209,18 @@ class _Server:
         try:
             for piece in writer.opening():
                 yield _sse(piece)
-            async for index, event in run.events():
-                if event.error:
-                    error = ApiError(event.error, status=500, code="engine_error")
-                    yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n"
-                    return
-                pieces = await _pieces(writer, index, event)
+            async for pieces in self._pieces(run, writer):
                 if all(run.finishes) and not include_usage:
                     pieces[-1] |= {"timings": run.timings}
                 for piece in pieces:
                     yield _sse(piece)
             if include_usage:
                 yield _sse(writer.usage(run.usages) | {"timings": run.timings})
-            yield "data: [DONE]\n\n"
+        except ApiError as error:
+            yield _sse(error.body)
         finally:
             run.end(request)
+        yield "data: [DONE]\n\n"
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
@@ -261,7 +259,7 @@ class _Run:
         self.server, self.texts = server, texts
         self.usages = [Usage(len(text.prompt)) for text in texts]
         self.finishes: list[str | None] = [None] * len(texts)
-        self._tickets: list[Any] = []
+        self._running: list[ServedText] = []
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._started = self._first = time.perf_counter()
         self._last: list[float | None] = [None] * len(texts)
@@ -276,7 +274,7 @@ class _Run:
 
         try:
             for index, text in enumerate(self.texts):
-                self._tickets.append(self.server.engine.submit(text, partial(tell, index)))
+                self._running.append(self.server.engine.submit(text, partial(tell, index)))
         except Eagle31Error:
             self.cancel()
             raise
@@ -312,21 +310,19 @@ class _Run:
         self._log(request, time.perf_counter() - self._started)
 
     def cancel(self) -> None:
-        for ticket in self._tickets:
-            self.server.engine.cancel(ticket)
+        for running in self._running:
+            self.server.engine.cancel(running)
 
     def _log(self, request: HttpRequest, seconds: float) -> None:
         """Who asked what, how it ended, what it took. Never what was said."""
         request.state.is_logged = True
-        usages = self.usages
-        ended = ", ".join(dict.fromkeys(finish or "cancelled" for finish in self.finishes))
-        written, rounds = sum(usage.completion_tokens for usage in usages), sum(usage.rounds for usage in usages)
-        prompt, cached = max(u.prompt_tokens for u in usages), max(u.cached_tokens for u in usages)
+        usage, ended = Usage.of_answer(self.usages), dict.fromkeys(finish or "cancelled" for finish in self.finishes)
+        written = usage.completion_tokens
         speed = f" ({written / seconds:.1f}/s)" if seconds > 0 else ""
-        passes = f", {written / rounds:.2f} a pass" if rounds else ""
+        passes = f", {written / usage.rounds:.2f} a pass" if usage.rounds else ""
         logger.info(
             "%s %s: %d prompt tokens (%d held already), %d written in %.2f s%s%s",
-            _who(request), ended, prompt, cached, written, seconds, speed, passes,
+            _who(request), ", ".join(ended), usage.prompt_tokens, usage.cached_tokens, written, seconds, speed, passes,
         )  # fmt: skip
 
 
@@ -338,13 +334,6 @@ def _who(request: HttpRequest) -> str:
 def _printable(name: str) -> str:
     """A client's name for a field, as a header or a line can hold it."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "?" for c in name[:64])
-
-
-async def _pieces(writer: AnswerWriter, index: int, event: Event) -> list[dict[str, Any]]:
-    """What an event adds; a whole prompt takes a while: not on the loop that feeds every stream."""
-    if event.prompt_logprobs is None:
-        return writer.pieces(index, event)
-    return await asyncio.to_thread(writer.pieces, index, event)
 
 
 def _sse(piece: dict[str, Any]) -> str:
@@ -368,16 +357,9 @@ async def _while_connected(request: HttpRequest, work: Awaitable[None]) -> None:
             each.cancel()
 
 
-async def _as_response(engine: Engine, request: HttpRequest, error: Exception) -> Response:
+async def _as_response(request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
-    elif isinstance(error, TooLongError):
-        error = ApiError(str(error), code="context_length_exceeded", param="messages")
-    elif isinstance(error, QueueFullError):
-        wait = {"Retry-After": str(engine.retry_after_s)}
-        error = ApiError(str(error), status=429, code="queue_full", headers=wait)
-    elif isinstance(error, ShuttingDownError):
-        error = ApiError(str(error), status=503, code="shutting_down", headers={"Retry-After": "30"})
     elif isinstance(error, (ConfigurationError, UnsupportedGenerationError)):
         error = ApiError(str(error))
     elif not isinstance(error, ApiError):

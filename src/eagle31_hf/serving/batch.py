@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
@@ -31,8 +32,8 @@ from ..loop.pair_caches import PairCaches, PooledCaches
 from ..loop.prefill import ChunkedPrefill, PrefillState
 from ..loop.round import Round, Written
 from ..stats import PhaseClock, SpeculationStats
-from .rows import NO_TOKEN, Row, Rows, logprobs_of
-from .text import Event, Request
+from .rows import NO_TOKEN, Rows, ServedText, choose_as_generate, logprobs_of
+from .text import Event, Request, Writer, shared_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +49,29 @@ class Batch:
 
     Args:
         drafter: attached, or `NoDrafter`; its target writes.
+        tokenizer: the target's.
         max_rows: most texts at once.
         context: most tokens of a text, prompt included.
         prefill_chunk: most prompt tokens of one forward.
 
     Attributes:
         texts: by place.
+        reading: whose prompt is being read.
         stats: of all texts since the start.
         planner: what to draft, up to `shape`.
     """
 
-    def __init__(self, drafter: Assistant, *, max_rows: int, context: int, prefill_chunk: int):
+    def __init__(
+        self,
+        drafter: Assistant,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_rows: int,
+        context: int,
+        prefill_chunk: int,
+    ):
         self.max_rows, self.context, self.binding = max_rows, context, drafter.binding
-        self.drafter, self.stats = drafter, SpeculationStats()
+        self.drafter, self.tokenizer, self.stats = drafter, tokenizer, SpeculationStats()
         self.clock = PhaseClock(self.stats)
         drafts = Pair.of(drafter).drafting(
             rows=max_rows,
@@ -79,35 +90,42 @@ class Batch:
         self.texts = self._rows.texts
         self.rounds = Round(drafter, self.caches, self._rows, self.clock, drafts.graphs)
         self.prefill_chunk = prefill_chunk
-        self._reading = PairCaches.make(drafter, shape, batch_size=1, **sizes)
-        self._prefill = ChunkedPrefill(self.binding, self._reading.target, self._reading.drafter)
+        self.reading: ServedText | None = None
+        self.prompt_caches = PairCaches.make(drafter, shape, batch_size=1, **sizes)
+        self._prefill = ChunkedPrefill(self.binding, self.prompt_caches.target, self.prompt_caches.drafter)
         self._prompt: PrefillState | None = None  # all of it but its last token: a round begins with that
         self._position = 0  # within what is read of it
-        self._text: Row | None = None
         self._parked: dict[int, list[int]] = {}  # tokens by place
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all caches."""
-        return self.caches.num_bytes + self._reading.num_bytes
+        return self.caches.num_bytes + self.prompt_caches.num_bytes
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def begin(self, text: Row) -> int:
-        """Start to read a prompt, from where a row that begins alike ends. Returns how many tokens are left to read."""
+    def begin(self, text: ServedText) -> None:
+        """Start to read a prompt, from where a row that begins alike ends."""
+        self.reading, request = text, text.request
+        text.writer = Writer(self.tokenizer, request)
+        text.chooser = choose_as_generate(self.binding.model, request, device=self.binding.head_device)
         self.caches.catch_up()  # a drafter that rests is behind the rows that could be resumed from
-        place, length = self._longest_shared(text.request)
+        place, length = self._longest_shared(request)
         text.usage = replace(text.usage, cached_tokens=length)
         self._forget_prompt()
         if length:
-            self.caches.resume(self._reading, place, length)
-        rest = list(text.request.prompt[length:])
-        on_logits = None if text.request.prompt_logprobs is None else partial(_note_logprobs, text)
+            self.caches.resume(self.prompt_caches, place, length)
+        rest = list(request.prompt[length:])
+        on_logits = None if request.prompt_logprobs is None else partial(_note_logprobs, text)
         self._prompt = PrefillState([rest], unread=1, device=self.binding.input_device, on_logits=on_logits)
-        self._text = text
-        if len(rest) == 1 and self._reading.drafter is not None:
-            _start_midway(self._reading.drafter)
-        return len(rest) - 1
+        if len(rest) == 1 and self.prompt_caches.drafter is not None:
+            _start_midway(self.prompt_caches.drafter)
+
+    @property
+    def to_read(self) -> int:
+        """Tokens of the prompt that are to be read yet."""
+        assert self._prompt is not None, "begin comes first"
+        return self._prompt.to_read[0] - self._position
 
     def read(self, num_tokens: int) -> None:
         """Read on."""
@@ -125,16 +143,17 @@ class Batch:
 
     def join(self) -> None:
         """The prompt has been read: its text is written from the next round on."""
+        assert self.reading is not None, "begin comes first"
         self._parked.pop(len(self.texts), None)  # its row is written over, even where that fails half-way
-        self.caches.join(self._reading)
-        assert self._text is not None, "begin comes first"
-        text = self._text
+        self.caches.join(self.prompt_caches)
+        text = self.reading
         self.texts.append(text)
+        self.reading = None
         self.planner.shorten_rest()  # this text may be of another kind
         if self.is_single:
             self._draft_alone(text)
 
-    def _draft_alone(self, text: Row) -> None:
+    def _draft_alone(self, text: ServedText) -> None:
         one, new_tokens = text.chooser, text.request.max_new_tokens
         found = Pair.of(self.drafter).drafting(
             rows=1, sampled=one.draws, processing=one.processing, new_tokens=new_tokens
@@ -145,15 +164,16 @@ class Batch:
 
     def drop_reading(self) -> None:
         """Forget the prompt that is being read, which may be no numbers, and leave nothing of it."""
-        self._reading.wipe_row(0)
+        self.prompt_caches.wipe_row(0)
         self._forget_prompt()
+        self.reading = None
 
     def _forget_prompt(self) -> None:
-        self._reading.target.reset()
-        if self._reading.drafter is not None:
-            self._reading.drafter.rollback([0])
-            self._reading.drafter._root = None
-        self._prompt, self._position, self._text = None, 0, None
+        self.prompt_caches.target.reset()
+        if self.prompt_caches.drafter is not None:
+            self.prompt_caches.drafter.rollback([0])
+            self.prompt_caches.drafter._root = None
+        self._prompt, self._position = None, 0
 
     def _longest_shared(self, request: Request) -> tuple[int, int]:
         """The row to resume from: its place, and how many of its tokens (0 for none).
@@ -173,7 +193,7 @@ class Batch:
 
     # --- a round -------------------------------------------------------------------------------------------------
 
-    def round(self) -> list[tuple[Row, Event]]:
+    def round(self) -> list[tuple[ServedText, Event]]:
         """Draft, verify, accept and commit for all texts; those that have ended leave. What each of them got."""
         self.clock.begin_round()
         rows = range(len(self.texts))
@@ -216,7 +236,7 @@ class Batch:
         read = None if isinstance(self.drafter, Eagle31Drafter) else self._rows
         return self.planner.next_draft(RoundState(shape, rows, read, remaining))
 
-    def leave(self, text: Row, *, trusted: bool = True) -> None:
+    def leave(self, text: ServedText, *, trusted: bool = True) -> None:
         """Let a text go. What was computed for it stays until its place is needed.
 
         Args:
@@ -247,8 +267,7 @@ class Batch:
             return self._add_to_text(b, *round_of)
         except Exception as error:
             logger.exception("eagle31: a text could not be written")
-            failure = f"{type(error).__name__}: {error}"
-            return Event("", (), self.texts[b].usage, finish="error", error=failure)
+            return Event.failure(self.texts[b].usage, error)
 
     def _add_to_text(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> Event:
         """Add a row's tokens to its text, up to where that ends."""
@@ -268,16 +287,10 @@ class Batch:
         logprobs = () if top is None else logprobs_of(logits[b, path[:count]], emitted[:count], top)
         fails = fails and text.writer.finish is None
         finish, error = ("error", text.chooser.processing.failure or NO_TOKEN) if fails else (text.writer.finish, "")
-        return Event(shown, tuple(emitted[:count]), text.usage, logprobs, finish, error)
+        return Event(text.usage, shown, tuple(emitted[:count]), logprobs, finish, error)
 
 
-def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens are the same."""
-    width = min(len(one), len(other))
-    return next((i for i in range(width) if one[i] != other[i]), width)
-
-
-def _note_logprobs(text: Row, start: int, logits: Tensor) -> None:
+def _note_logprobs(text: ServedText, start: int, logits: Tensor) -> None:
     """Keep log-probabilities of the prompt's tokens that follow those of these logits `(1, C, V)`."""
     request = text.request
     assert request.prompt_logprobs is not None, "they were asked for"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -416,10 +415,12 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return fields
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+AnyBody = ChatBody | CompletionBody
+Kind = TypeVar("Kind", bound=Body)
 
 
-def _parsed(kind: type[AnyBody], told: dict[str, Any]) -> AnyBody:
+def parse(kind: type[Kind], told: dict[str, Any]) -> Kind:
+    """The body of these fields, of which null ones count as left out."""
     fields = {name: value for name, value in told.items() if value is not None}
     refuse_unserved({name: value for name, value in fields.items() if name not in kind.model_fields})
     try:
@@ -428,6 +429,3 @@ def _parsed(kind: type[AnyBody], told: dict[str, Any]) -> AnyBody:
     except ValidationError as error:
         raise from_validation(error) from error
     return body
-
-
-parse_chat, parse_completion = partial(_parsed, ChatBody), partial(_parsed, CompletionBody)

@@ -35,32 +35,34 @@ class ServerMetrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        engine, totals, stats = self._engine, self._engine.totals, self._engine.batch.stats
-        yield _counts("requests", "Texts that have ended, by how", "finish", engine.requests)
-        tokens = {kind: totals[f"{kind}_tokens"] for kind in ("prompt", "cached", "completion")}
-        yield _counts("tokens", "Tokens of texts that have ended, by kind", "kind", tokens)
+        scheduler, batch = self._engine.scheduler, self._engine.batch
+        totals, stats = scheduler.totals, batch.stats
         drafts = {kind: totals[kind] for kind in ("drafted", "accepted")}
-        yield _counts("draft_tokens", "Draft tokens verified, and accepted", "kind", drafts)
-        for name, what, value in (
-            ("rounds", "Verification passes", stats.passes),
-            ("rounds_without_drafts", "Passes at rest: drafts would cost more", stats.skipped_rounds),
-            ("text_rounds", "Passes of texts that have ended, each text's own", totals["rounds"]),
-        ):
-            yield CounterMetricFamily(f"eagle31_{name}", what, value=value)
+        tokens = {kind: totals[f"{kind}_tokens"] for kind in ("prompt", "cached", "completion")}
         seconds = {phase: getattr(stats, f"{phase}_s") for phase in ("prefill", "draft", "verify")}
-        yield _counts("seconds", "Host seconds of the engine, by phase", "phase", seconds)
-        for name, what, reading in (
-            ("acceptance_length", "Mean tokens a text gets per pass", stats.acceptance_length),
-            ("texts_running", "Texts being read or written", engine.running),
-            ("requests_waiting", "Requests in the queue", engine.waiting),
-            ("cache_bytes", "Bytes of all caches", engine.batch.num_bytes),
-            ("process_bytes", "Resident memory", psutil.Process().memory_info().rss),
+        for name, what, label, values in (
+            ("requests", "Texts that have ended, by how", "finish", dict(scheduler.requests)),
+            ("tokens", "Tokens of texts that have ended, by kind", "kind", tokens),
+            ("draft_tokens", "Draft tokens verified, and accepted", "kind", drafts),
+            ("seconds", "Host seconds of the engine, by phase", "phase", seconds),
         ):
-            yield GaugeMetricFamily(f"eagle31_{name}", what, value=reading)
-
-
-def _counts(name: str, what: str, label: str, values: dict[str, int] | dict[str, float]) -> Metric:
-    family = CounterMetricFamily(f"eagle31_{name}", what, labels=[label])
-    for kind, value in list(values.items()):
-        family.add_metric([kind], value)
-    return family
+            family = CounterMetricFamily(f"eagle31_{name}", what, labels=[label])
+            for kind, value in values.items():
+                family.add_metric([kind], value)
+            yield family
+        for kind_of, name, what, value in (
+            (CounterMetricFamily, "rounds", "Verification passes", stats.passes),
+            (
+                CounterMetricFamily,
+                "rounds_without_drafts",
+                "Passes at rest: drafts cost more",
+                stats.skipped_rounds,
+            ),
+            (CounterMetricFamily, "text_rounds", "Passes of texts that have ended, each text's own", totals["rounds"]),
+            (GaugeMetricFamily, "acceptance_length", "Mean tokens a text gets per pass", stats.acceptance_length),
+            (GaugeMetricFamily, "texts_running", "Texts being read or written", scheduler.running),
+            (GaugeMetricFamily, "requests_waiting", "Requests in the queue", len(scheduler.waiting)),
+            (GaugeMetricFamily, "cache_bytes", "Bytes of all caches", batch.num_bytes),
+            (GaugeMetricFamily, "process_bytes", "Resident memory", psutil.Process().memory_info().rss),
+        ):
+            yield kind_of(f"eagle31_{name}", what, value=value)

@@ -28,7 +28,7 @@ from ..sampling.seen_tokens import SeenTokens
 from ..stats import SpeculationStats
 from ..targets.binding import TargetBinding
 from .grammar import GrammarProcessor
-from .text import Request, Sampling, TokenLogprob, Usage, Writer
+from .text import OnEvent, Request, Sampling, TokenLogprob, Usage, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -94,20 +94,14 @@ class TokenChooser:
         return self._noise
 
 
-def choose_as_generate(
-    model: Any, request: Request, *, device: torch.device, eos_ids: frozenset[int] = frozenset()
-) -> TokenChooser:
+def choose_as_generate(model: Any, request: Request, *, device: torch.device) -> TokenChooser:
     """How `generate` of this target chooses, called with what the request sets and nothing else.
 
-    The rest is the target's generation config's, and transformers builds the processors of both.
-
-    Args:
-        device: of the scores.
-        eos_ids: tokens that end the target's texts.
+    The rest is the target's generation config's, and transformers builds the processors of both, for scores on this
+    device.
     """
     config = _prepared(model, request.sampling)
-    ends = sorted(request.end_ids(eos_ids))
-    config._eos_token_tensor = torch.tensor(ends, device=device) if ends else None
+    config._eos_token_tensor = torch.tensor(sorted(request.end_ids), device=device) if request.end_ids else None
     config.max_length = request.longest
     if request.min_new_tokens is not None:
         config.min_new_tokens = request.min_new_tokens
@@ -115,7 +109,7 @@ def choose_as_generate(
         config,
         input_ids_seq_length=len(request.prompt),
         encoder_input_ids=torch.tensor([request.prompt], device=device),
-        logits_processor=LogitsProcessorList(_own_processors(request, eos_ids)),
+        logits_processor=LogitsProcessorList(_own_processors(request)),
         device=device,
         model_kwargs={},
     )
@@ -149,7 +143,7 @@ def unfollowed(config: GenerationConfig) -> list[str]:
     return [name for name, value in values.items() if value is not None and value not in _UNFOLLOWED[name]]
 
 
-def _own_processors(request: Request, eos_ids: frozenset[int]) -> list[stock.LogitsProcessor]:
+def _own_processors(request: Request) -> list[stock.LogitsProcessor]:
     """What requests ask for and `generate` has no argument for."""
     sampling, found = request.sampling, list[stock.LogitsProcessor]()
     if sampling.presence_penalty or sampling.frequency_penalty:
@@ -158,7 +152,7 @@ def _own_processors(request: Request, eos_ids: frozenset[int]) -> list[stock.Log
     if sampling.logit_bias:
         found.append(TokenBias(sampling.logit_bias))
     if request.grammar is not None:
-        found.append(GrammarProcessor(request.grammar, len(request.prompt), eos_ids))
+        found.append(GrammarProcessor(request.grammar, len(request.prompt)))
     return found
 
 
@@ -195,16 +189,21 @@ class TokenBias(_Stateless):
 
 
 @dataclass(eq=False)
-class Row:
-    """A text being written in the batch: its tokens so far, how the next one is chosen, and counts.
+class ServedText:
+    """One request on its way: it waits, its prompt is read, then it has a row of the batch.
 
     Attributes:
+        on_event: told what each round brings.
+        cancelled: its client has gone.
+        writer, chooser: of its tokens, from when its prompt is read on.
         prompt_logprobs: of the prompt's tokens that were read, but for its first; only where they were asked for.
     """
 
     request: Request
-    writer: Writer
-    chooser: TokenChooser
+    on_event: OnEvent
+    cancelled: bool = False
+    writer: Writer = field(init=False)
+    chooser: TokenChooser = field(init=False)
     usage: Usage = field(init=False)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -233,10 +232,10 @@ class Rows:
     eos_ids: frozenset[int] = frozenset()  # writers see where texts end: drafts go on
 
     def __init__(self, binding: TargetBinding, shape: DraftShape, stats: SpeculationStats):
-        self.texts: list[Row] = []
+        self.texts: list[ServedText] = []
         self.shape, self.stats = shape, stats
         self.device = binding.input_device
-        self._seen: tuple[list[Row], SeenTokens] | None = None  # of these texts
+        self._seen: tuple[list[ServedText], SeenTokens] | None = None  # of these texts
         self._scores = binding.text_config.vocab_size, binding.head_device  # how many of a row, and where
 
     @property
@@ -258,7 +257,7 @@ class Rows:
         """Prompt and new tokens."""
         return self.texts[row].tokens
 
-    def identity(self, row: int) -> Row:
+    def identity(self, row: int) -> ServedText:
         """Which text this is; its place may become another's."""
         return self.texts[row]
 

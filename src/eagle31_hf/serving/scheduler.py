@@ -1,125 +1,157 @@
-"""Who reads and who writes next: a bounded queue, rows to give away, prompts read in pieces between rounds. No torch.
+"""Who reads and who writes next: a bounded queue, prompts read in pieces between rounds, and what texts are told.
 
     submit ──► waiting ──► reading (one at a time, at most `read_budget` tokens between two rounds) ──► writing ──► gone
 
 First come, first served. A round is a pass of all that write; nobody's stream waits longer than a round and one budget
 of reading. Several short prompts are read between two rounds, so that rows do not stand empty; each of them takes a
-share of the budget even if there is little to read, since a forward is not free.
+share of the budget even if there is little to read, since a forward is not free. No torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
 
-from ..errors import Eagle31Error
-from .text import OnEvent, Request
+from .api_errors import ApiError
+from .text import Event
 
 if TYPE_CHECKING:
-    from .rows import Row
+    from .batch import Batch
+    from .rows import ServedText
 
 PROMPTS_IN_A_BUDGET = 4
 """Most prompts begun between two rounds."""
 
+COUNTED = ("prompt_tokens", "cached_tokens", "completion_tokens", "drafted", "accepted", "rounds")
 
-class QueueFullError(Eagle31Error):
-    """As many requests wait as may; try again later."""
-
-
-@dataclass(eq=False)
-class Ticket:
-    """One request on its way.
-
-    Attributes:
-        text: what is written, once its prompt is being read.
-        to_read: tokens of its prompt that are to be read yet; `None` before reading begins.
-        cancelled: its client has gone.
-    """
-
-    request: Request
-    on_event: OnEvent
-    text: Row | None = None
-    to_read: int | None = None
-    cancelled: bool = False
+logger = logging.getLogger(__name__)
 
 
-@dataclass
 class Scheduler:
-    """Queue, rows and turns. `submit` may be called from any thread, all else by the one that works.
+    """The queue of a batch, and its turns. `submit` may be called from any thread, all else by the one that works.
 
-    Attributes:
-        max_rows: texts written at once.
+    Args:
+        batch: reads and writes.
         max_waiting: requests that may wait beyond those a row is free for.
         read_budget: prompt tokens read between two rounds while others write.
+
+    Attributes:
+        requests, totals: texts that have ended, by how, and sums of their `Usage`.
     """
 
-    max_rows: int
-    max_waiting: int
-    read_budget: int
-    waiting: list[Ticket] = field(default_factory=list)
-    reading: Ticket | None = None
-    writing: list[Ticket] = field(default_factory=list)
+    def __init__(self, batch: Batch, *, max_waiting: int, read_budget: int):
+        self.batch, self.max_waiting, self.read_budget = batch, max_waiting, read_budget
+        self.waiting: list[ServedText] = []
+        self.requests, self.totals = Counter[str](), Counter[str]()
 
-    def submit(self, request: Request, on_event: OnEvent) -> Ticket:
-        waiting = len(self.waiting) - self.free_rows
+    def submit(self, text: ServedText) -> None:
+        """Line it up."""
+        waiting = len(self.waiting) + self.running - self.batch.max_rows
         if waiting >= self.max_waiting:
-            raise QueueFullError(f"{waiting} requests are waiting already, which is all that may; try again later")
-        ticket = Ticket(request, on_event)
-        self.waiting.append(ticket)
-        return ticket
+            message = f"{waiting} requests are waiting already, which is all that may; try again later"
+            raise ApiError(message, status=429, code="queue_full", headers={"Retry-After": str(self._retry_after_s)})
+        self.waiting.append(text)
 
-    def turn(self, engine: Any) -> None:
-        """Have the `Engine` read prompts as far as the budget goes, or whole where nothing is written yet; then a round
-        of all that write."""
+    @property
+    def _retry_after_s(self) -> int:
+        """A guess how long a full queue takes to move: thirty rounds."""
+        stats = self.batch.stats
+        return max(1, min(60, round((stats.draft_s + stats.verify_s) / max(1, stats.passes) * 30)))
+
+    @property
+    def running(self) -> int:
+        """Texts that are read or written."""
+        return len(self.batch.texts) + (self.batch.reading is not None)
+
+    @property
+    def texts(self) -> list[ServedText]:
+        """All that have not ended."""
+        reading = self.batch.reading
+        return [*self.waiting, *([reading] if reading else []), *self.batch.texts]
+
+    def turn(self) -> None:
+        """Read prompts as far as the budget goes, or whole where nothing is written yet; then a round of all that
+        write. What fails ends the text that is read, or those of the round."""
         left = self.read_budget
-        while (left > 0 or not self.writing) and (ticket := self._next_to_read(engine)) is not None:
+        while (left > 0 or not self.batch.texts) and (text := self._next_to_read()) is not None:
             try:
-                left -= self._read(ticket, left, engine)
+                left -= self._read(text, left)
             except Exception as error:  # whatever a template, a grammar or a forward raises
-                engine.reading_failed(ticket, error)
-        if self.writing:
-            engine.round()
+                logger.exception("eagle31: a prompt of %d tokens could not be read", len(text.request.prompt))
+                self._let_go(text, Event.failure(text.usage, error))
+        if self.batch.texts:
+            self._round()
 
-    def _next_to_read(self, engine: Any) -> Ticket | None:
-        for ticket in self.tickets:
-            if ticket.cancelled and ticket not in self.writing:
-                engine.drop(ticket)
-        if self.reading is None and self.waiting and len(self.writing) < self.max_rows:
-            self.reading = self.waiting.pop(0)
-        return self.reading
+    def _next_to_read(self) -> ServedText | None:
+        for text in self.texts:
+            if text.cancelled and text not in self.batch.texts:
+                self._let_go(text, Event(text.usage, finish="cancelled"))
+        has_row = len(self.batch.texts) < self.batch.max_rows
+        return self.batch.reading or (self.waiting[0] if self.waiting and has_row else None)
 
-    def _read(self, ticket: Ticket, left: int, engine: Any) -> int:
+    def _read(self, text: ServedText, left: int) -> int:
         """Read on, at most `left` tokens if others write. Returns what it takes of the budget."""
-        taken = 0
-        if ticket.to_read is None:
-            ticket.to_read = engine.begin(ticket)
-            taken = max(0, self.read_budget // PROMPTS_IN_A_BUDGET - ticket.to_read)
-        num_tokens = min(ticket.to_read, max(0, left - taken)) if self.writing else ticket.to_read
+        batch, taken, is_alone = self.batch, 0, not self.batch.texts
+        if batch.reading is not text:
+            self.waiting.remove(text)
+            batch.begin(text)
+            taken = max(0, self.read_budget // PROMPTS_IN_A_BUDGET - batch.to_read)
+        num_tokens = batch.to_read if is_alone else min(batch.to_read, max(0, left - taken))
         if num_tokens:
-            engine.read(ticket, num_tokens)
-            ticket.to_read -= num_tokens
-        is_alone = not self.writing
-        if ticket.to_read == 0:
-            engine.join(ticket)
-            if ticket is self.reading:
-                self.reading = None
-                self.writing.append(ticket)
+            batch.read(num_tokens)
+        if not batch.to_read:
+            self._join(text)
         return 0 if is_alone else taken + num_tokens
 
-    def leave(self, ticket: Ticket) -> None:
-        """Its text has ended, or failed."""
-        if ticket is self.reading:
-            self.reading = None
-        for tickets in (self.waiting, self.writing):
-            if ticket in tickets:
-                tickets.remove(ticket)
+    def _join(self, text: ServedText) -> None:
+        """The prompt has been read: its text is written from the next round on."""
+        if text.request.prompt_logprobs is not None:
+            self._tell(text, Event(text.usage, prompt_logprobs=tuple(text.prompt_logprobs)))
+        if text.request.max_new_tokens:
+            self.batch.join()
+        else:
+            self._let_go(text, Event(text.usage, finish="length"))
 
-    @property
-    def tickets(self) -> list[Ticket]:
-        """All that have not left."""
-        return [*self.waiting, *([self.reading] if self.reading else []), *self.writing]
+    def _let_go(self, text: ServedText, event: Event) -> None:
+        """End a text that has not written anything."""
+        if text in self.waiting:
+            self.waiting.remove(text)
+        if text is self.batch.reading:
+            self.batch.drop_reading()
+        if text in self.batch.texts:
+            self.batch.leave(text, trusted=False)
+        self._tell(text, event)
 
-    @property
-    def free_rows(self) -> int:
-        """Rows that nobody writes in, nor will once a prompt has been read."""
-        return self.max_rows - len(self.writing) - (self.reading is not None)
+    def _round(self) -> None:
+        """A pass of all that write. After a failure nothing that they have left behind is trusted."""
+        texts = list(self.batch.texts)
+        try:
+            brought = self._written()
+        except Exception as error:
+            logger.exception("eagle31: a round of %d texts failed", len(texts))
+            self.batch.reset()
+            brought = [(text, Event.failure(text.usage, error)) for text in texts]
+        for text, event in brought:
+            self._tell(text, event)
+
+    def _written(self) -> list[tuple[ServedText, Event]]:
+        cancelled = [text for text in self.batch.texts if text.cancelled]
+        for text in cancelled:
+            self.batch.leave(text)
+        brought = self.batch.round() if self.batch.texts else []
+        return [*brought, *((text, Event(text.usage, finish="cancelled")) for text in cancelled)]
+
+    def stop(self, why: str) -> None:
+        """End all texts; the last that is asked for."""
+        for text in self.texts:
+            self._tell(text, Event(text.usage, finish="error", error=why))
+
+    def _tell(self, text: ServedText, event: Event) -> None:
+        if event.finish is not None:
+            self.requests[event.finish] += 1
+            self.totals.update({name: getattr(event.usage, name) for name in COUNTED})
+        try:
+            text.on_event(event)
+        except Exception:  # of a listener, which is no other text's
+            logger.exception("eagle31: a listener failed")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import regex
 from transformers import PreTrainedTokenizerBase
 
 from ..texts.decoder import IncrementalDecoder
@@ -44,7 +45,7 @@ class Request:
         max_new_tokens: most tokens to write; with 0 the prompt is read and no more.
         stop: strings that end the text and are cut off it.
         keep_stop: leave the string or token that ended the text in it.
-        stop_token_ids: tokens that end the text, beside the target's own.
+        end_ids: tokens that end the text; empty to write on.
         min_new_tokens: written before anything ends the text; `None`: as the target's generation config has it.
         marks: special tokens that are shown even if others are skipped: the answer is taken apart by them.
         top_logprobs: alternatives to tell of each token, 0 for its own log-probability only; `None`: nothing.
@@ -57,8 +58,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     keep_stop: bool = False
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
+    end_ids: frozenset[int] = frozenset()
     min_new_tokens: int | None = None
     skip_special_tokens: bool = True
     marks: frozenset[int] = frozenset()
@@ -70,10 +70,6 @@ class Request:
     def longest(self) -> int:
         """Tokens the text may grow to, prompt included."""
         return len(self.prompt) + self.max_new_tokens
-
-    def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        """Tokens that end the text, of a target whose own are `eos_ids`."""
-        return self.stop_token_ids | (frozenset() if self.ignore_eos else eos_ids)
 
 
 @dataclass(frozen=True)
@@ -103,27 +99,39 @@ class Usage:
     accepted: int = 0
     rounds: int = 0
 
+    @classmethod
+    def of_answer(cls, usages: Sequence[Usage]) -> Usage:
+        """Of all texts of one answer: a prompt that several were written to counts once."""
+        prompt, cached = max(usage.prompt_tokens for usage in usages), max(usage.cached_tokens for usage in usages)
+        written = ("completion_tokens", "drafted", "accepted", "rounds")
+        return cls(prompt, cached, *(sum(getattr(usage, name) for usage in usages) for name in written))
+
 
 @dataclass(frozen=True)
 class Event:
     """What a round brought for one text.
 
     Attributes:
+        usage: so far.
         text: new characters; what may turn out to be the beginning of a stop string is held back.
         tokens: new ids; the last of a round is the target's own, those before it were drafted and accepted.
-        usage: so far.
         finish: `"stop"` (end of sequence or a stop string), `"length"`, `"cancelled"` or `"error"`; `None`: it goes on.
         error: what went wrong, with `finish` `"error"`.
         prompt_logprobs: of the prompt's tokens but for its first, if asked for; told once, before any token.
     """
 
-    text: str
-    tokens: tuple[int, ...]
     usage: Usage
+    text: str = ""
+    tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: str | None = None
     error: str = ""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+    @classmethod
+    def failure(cls, usage: Usage, error: Exception) -> Event:
+        """The last of a text that an error ended."""
+        return cls(usage, finish="error", error=f"{type(error).__name__}: {error}")
 
 
 OnEvent = Callable[[Event], None]
@@ -161,46 +169,31 @@ class StopScanner:
     """
 
     def __init__(self, stops: Sequence[str], *, keeps: bool = False):
-        self._stops, self._keeps, self._held = stops, keeps, ""
-        self.found = False
+        shortest_first = map(regex.escape, sorted(stops, key=len))
+        self._stops = regex.compile("|".join(shortest_first)) if stops else None
+        self._keeps, self._held, self.found = keeps, "", False
 
-    def feed(self, text: str) -> str:
+    def feed(self, text: str, *, is_last: bool = False) -> str:
         """What can be shown now."""
-        if self.found or not self._stops:
+        if self.found or self._stops is None:
             return "" if self.found else text
         self._held += text
-        ends = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if ends:
+        match = self._stops.search(self._held, partial=not is_last)
+        end = len(self._held) if match is None else match.start()
+        if match is not None and not match.partial:
             self.found = True
-            at, length = min(ends)
-            shown, self._held = self._held[: at + length * self._keeps], ""
-            return shown
-        keep = max(begun_at_end(self._held, stop) for stop in self._stops)
-        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            end = match.end() if self._keeps else end
+        shown, self._held = self._held[:end], self._held[end:]
         return shown
-
-    def flush(self) -> str:
-        """What was held back for a stop string that did not come."""
-        held, self._held = self._held, ""
-        return held
-
-
-def begun_at_end(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Writer:
-    """One text as it grows: which of a round's tokens belong to it, what can be shown, and why it ends.
+    """One text as it grows: which of a round's tokens belong to it, what can be shown, and why it ends."""
 
-    Args:
-        end_ids: tokens after which it ends; empty to write on.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, request: Request, end_ids: frozenset[int]):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, request: Request):
         self.tokens: list[int] = []
         self.finish: str | None = None
-        self._request, self._end_ids = request, end_ids
+        self._request = request
         self._decoder = IncrementalDecoder(
             tokenizer, prompt=request.prompt, skip_special_tokens=request.skip_special_tokens, marks=request.marks
         )
@@ -219,16 +212,14 @@ class Writer:
                 break
             shown += self._append(token)
         if self.finish is not None and not self._scanner.found:
-            shown += self._scan(self._decoder.flush())
+            shown += self._scan(self._decoder.flush(), is_last=True)
             if self._scanner.found:
                 self.finish = "stop"
-            else:
-                shown += self._scanner.flush()
         return len(self.tokens) - before, shown
 
     def _append(self, token: int) -> str:
         self.tokens.append(token)
-        ends = token in self._end_ids and self._may_end
+        ends = token in self._request.end_ids and self._may_end
         shown = "" if ends and not self._request.keep_stop else self._scan(self._decoder.feed(token))
         if ends or self._scanner.found:
             self.finish = "stop"
@@ -236,10 +227,16 @@ class Writer:
             self.finish = "length"
         return shown
 
-    def _scan(self, text: str) -> str:
+    def _scan(self, text: str, *, is_last: bool = False) -> str:
         """Text that may be shown; before the text may end, no stop string is looked for."""
-        return self._scanner.feed(text) if self._may_end else text
+        return self._scanner.feed(text, is_last=is_last) if self._may_end else text
 
     @property
     def _may_end(self) -> bool:
         return len(self.tokens) > (self._request.min_new_tokens or 0)
+
+
+def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    width = min(len(one), len(other))
+    return next((i for i in range(width) if one[i] != other[i]), width)

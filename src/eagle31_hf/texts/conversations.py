@@ -21,7 +21,7 @@ TABLES = {".csv": ",", ".tsv": "\t"}
 def read_conversations(
     sources: Sequence[str | Path], *, limit: int | None = None, on_empty: Callable[[str], None] = lambda where: None
 ) -> list[Conversation]:
-    """Read files (JSONL, or one JSON list), folders of them, or Hub data sets (`name` or `name:split`, needs
+    """Read files (JSONL, or one JSON list), folders of them, or Hub data sets (`NAME[:CONFIG][:SPLIT]`, needs
     `datasets`).
 
     Args:
@@ -63,7 +63,7 @@ def with_unique_ids(conversations: list[Conversation]) -> list[Conversation]:
 
 def _read_source(source: str, on_empty: Callable[[str], None]) -> Iterator[tuple[str, Conversation]]:
     """Conversations of a source, with the file or data set each is from."""
-    for origin, name, rows in _tables(source):
+    for origin, name, rows in tables(source):
         for number, where, row in rows:
             if is_empty(row):
                 on_empty(where)
@@ -72,11 +72,16 @@ def _read_source(source: str, on_empty: Callable[[str], None]) -> Iterator[tuple
             yield origin, conversation_from_row(row, where=where, fallback_id=f"{name}-{number}", category=category)
 
 
-_Rows = Iterator[tuple[int, str, Any]]  # number, place and content
+Rows = Iterator[tuple[int, str, Any]]
+"""Number, place and content of each."""
 
 
-def _tables(source: str) -> Iterator[tuple[str, str, _Rows]]:
-    """Each file or data set of a source: where it lies, what it is called, its rows."""
+def tables(source: str, splits: Sequence[str] = ("train",)) -> Iterator[tuple[str, str, Rows]]:
+    """Each file or data set of a source: where it lies, what it is called, its rows.
+
+    Args:
+        splits: of a data set on the Hub the first that it has of these, if the source names none.
+    """
     path = Path(source)
     if path.is_dir():
         files = next(filter(None, (sorted(path.glob(f"*{kind}")) for kind in (".jsonl", ".json", *TABLES))), None)
@@ -84,18 +89,18 @@ def _tables(source: str) -> Iterator[tuple[str, str, _Rows]]:
             raise TrainingError(
                 f"the folder {source!r} holds no *.jsonl, *.json or *.csv file; name a folder of such files"
             )
-        yield from ((str(file), file.stem, file_rows(file)) for file in files)
+        yield from ((str(file), file.stem, _file_rows(file)) for file in files)
     elif path.is_file():
-        yield str(path), path.stem, file_rows(path)
+        yield str(path), path.stem, _file_rows(path)
     elif path.suffix in (".jsonl", ".json", *TABLES) or source.startswith((".", "/", "~")):
         raise TrainingError(f"no file or folder {source!r}; check the path")
-    elif source.isdecimal():  # a number of prompts, no doubt: the Hub would be asked for minutes
+    elif source.isdecimal() or " " in source:  # no name, no doubt: the Hub would be asked for minutes
         raise TrainingError(f"got {source!r} where prompts are wanted; name a JSONL file, a folder or a Hub data set")
     else:
-        yield source, source.partition(":")[0], _hub_rows(source)
+        yield source, source.partition(":")[0], _hub_rows(source, splits)
 
 
-def file_rows(file: Path) -> _Rows:
+def _file_rows(file: Path) -> Rows:
     """Number, place and content of each row: one a line, the items of one list, or the lines of a table."""
     is_first = True
     try:
@@ -114,7 +119,7 @@ def file_rows(file: Path) -> _Rows:
         raise TrainingError(f"{file} is not UTF-8 text ({error.reason}); convert it") from None
 
 
-def _table_rows(file: Path) -> _Rows:
+def _table_rows(file: Path) -> Rows:
     """Rows of a CSV file whose first line names the columns."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     with file.open(encoding="utf-8-sig", newline="") as lines:
@@ -131,16 +136,24 @@ def _table_rows(file: Path) -> _Rows:
             raise TrainingError(f"{file}, after line {rows.line_num}: no table ({error}); mend it") from None
 
 
-def _hub_rows(source: str) -> _Rows:
+def _hub_rows(source: str, splits: Sequence[str]) -> Rows:
+    """Of `NAME`, `NAME:CONFIG`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`; without a split, of the first of `splits`."""
     try:
         import datasets  # an extra: reading files must not need it
     except ImportError:
         raise TrainingError(f"no file or folder {source!r}; to read it from the Hub: pip install datasets") from None
-    name, _, split = source.partition(":")
+    name, *parts = source.split(":")
     try:
-        rows = datasets.load_dataset(name, split=split or "train")
-    except (OSError, ValueError, RuntimeError) as error:
+        if len(parts) == 1 and parts[0] not in datasets.get_dataset_config_names(name):
+            parts = ["", *parts]
+        config, split = (*parts, "", "")[:2]
+        found: Any = datasets.load_dataset(name, config or None)
+    except Exception as error:  # the Hub, the network, a loading script that is refused
         raise TrainingError(
-            f"no file or folder {source!r}, and the Hub did not give it: {first_line(error)}"
+            f"no file or folder {source!r}, and the Hub did not give it: {first_line(error)}; check its name, your "
+            "access and the network"
         ) from error
-    yield from ((number, f"{source}, row {number}", row) for number, row in enumerate(map(dict, rows), start=1))
+    chosen = next((each for each in ([split] if split else splits) if each in found), None)
+    if chosen is None:
+        raise TrainingError(f"the data set {source!r} has no split {split or splits[0]!r}; it has {', '.join(found)}")
+    yield from ((number, f"{source}, row {number}", row) for number, row in enumerate(map(dict, found[chosen]), 1))

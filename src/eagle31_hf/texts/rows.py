@@ -130,6 +130,8 @@ def _messages_of(row: dict[str, Any], where: str) -> tuple[Message, ...]:
     _refuse(row, _UNREAD, where, "train on rows of text alone")
     if isinstance(row.get("chat"), dict):
         row = _web_ui_row(row["chat"], where)
+    if isinstance(row.get("turns"), str):
+        row = {**row, "turns": [row["turns"]]}
     chat = next((key for key in (*_CHATS, "turns") if isinstance(row.get(key), list) and row[key]), None)
     if chat is None and isinstance(row.get("chosen"), list) and not row.get("prompt"):
         chat = "chosen"

@@ -11,10 +11,14 @@ are better known than either.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
@@ -31,7 +35,7 @@ from ..stats import Acceptance
 from ..targets.binding import TargetBinding
 from ..texts.rows import FIRST_MESSAGES, Conversation, up_to_question
 from .data import prompt_ids
-from .writing import OnProgress, write_batch
+from .writing import OnProgress, append_lines, place_of, read_whole_lines, write_batch
 
 SERVED_BY = ("bos_token_id", "eos_token_id", "pad_token_id", "temperature", "top_k", "top_p", "min_p")
 """What is left of a target's generation config in texts that acceptance is told from."""
@@ -61,37 +65,17 @@ def evaluation_prompts(
 
 
 @dataclass(frozen=True)
-class SampledBatch:
-    """Texts that `generate` sampled side by side."""
-
-    seed: int  # of the generator
-    rows: int  # rows, vocabulary, device: of the scores
-    vocabulary: int
-    device: torch.device
-
-    def noise(self, row: int, count: int) -> Tensor:
-        """`(count, V)` that the first tokens of a row were sampled by, made again."""
-        generator = torch.Generator(self.device).manual_seed(self.seed)
-        return PositionNoise(self.rows, self.vocabulary, self.device, generator).window([row], [0], count)[0]
-
-
-@dataclass(frozen=True)
 class KnownText:
     """A text the target wrote, as it is served."""
 
     text: TargetText  # with the hidden states of the layers that drafters read
     category: str  # of its prompt
-    batch: SampledBatch | None = None  # the texts it was sampled with; `None` of a greedy one
-    row: int = 0  # which of them it is
+    noise: Callable[[], Tensor] | None = None  # makes the noise `(n, V)` it was sampled by again; `None`: it is greedy
 
     @property
     def num_rounds_tokens(self) -> int:
         """Tokens written in rounds: all but the first, `n - 1`."""
         return len(self.text.ids) - self.text.prompt_length - 1
-
-    def noise(self, device: torch.device) -> Tensor | None:
-        """Noise `(n, V)` that its tokens were sampled by; `None` of a greedy one."""
-        return None if self.batch is None else self.batch.noise(self.row, self.num_rounds_tokens + 1).to(device)
 
 
 @dataclass(frozen=True)
@@ -141,6 +125,7 @@ def write_texts(
     max_new_tokens: int,
     seed: int = 0,
     batch_size: int = 16,
+    kept: Path | None = None,
     on_progress: OnProgress = lambda ended, underway: None,
 ) -> KnownTexts:
     """Let the target answer `prompts` without a drafter, and read its answers once.
@@ -148,46 +133,62 @@ def write_texts(
     Args:
         binding: of the target; its drafter's layers are kept.
         seed: of what is drawn.
+        kept: file (JSONL) with the answers of an earlier run, to which those are added that are not in it.
     """
     ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))  # so that little of a batch is padding
     texts: list[KnownText] = []
     for first in range(0, len(ordered), batch_size):
         batch = ordered[first : first + batch_size]
-        texts += _write_texts(binding, batch, temperature, max_new_tokens, seed + first, on_progress)
+        answers = _answers(binding.model, batch, temperature, max_new_tokens, seed + first, kept, on_progress)
+        for row, (prompt, answer) in enumerate(zip(batch, answers, strict=True)):
+            if len(answer) > 1:
+                sampled = (seed + first, len(batch), row, len(answer))
+                noise = partial(_noise, binding, *sampled) if temperature > 0 else None
+                texts.append(KnownText(_read(binding, prompt.input_ids, answer), prompt.category, noise))
     if not texts:
         raise ConfigurationError(f"the target ends its text at once behind all {len(prompts)} prompts; give others")
     return KnownTexts(temperature, served_warping(binding.model, temperature), max_new_tokens, tuple(texts))
 
 
-def _write_texts(
-    binding: TargetBinding,
+def _answers(
+    model: Any,
     batch: Sequence[EvaluationPrompt],
     temperature: float,
     max_new_tokens: int,
     seed: int,
+    kept: Path | None,
     on_progress: OnProgress,
-) -> list[KnownText]:
-    """Texts of at least two tokens, written side by side."""
-    sampled = None
-    if temperature > 0:
-        sampled = SampledBatch(seed, len(batch), binding.text_config.vocab_size, binding.input_device)
+) -> list[list[int]]:
+    """Answers that are written side by side, or were by an earlier run."""
+    prompts = [prompt.input_ids for prompt in batch]
     answers: dict[int, list[int]] = {}
-    with served_by_scores(binding.model):
-        write_batch(
-            binding.model,
-            [prompt.input_ids for prompt in batch],
-            answers.__setitem__,
-            seed=seed,
-            max_new_tokens=max_new_tokens,
-            on_token=lambda share: on_progress(0, share * len(batch)),
-            **sampling_options(temperature),
-        )
+    with served_by_scores(model):
+        asked = [place_of(model), str(model.generation_config), prompts, temperature, max_new_tokens, seed]
+        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
+        if kept is not None:
+            lines = read_whole_lines(kept, {}, identity="key")
+            answers = {line["row"]: line["answer"] for line in lines if line["key"] == key}
+        if len(answers) < len(batch):
+            write_batch(
+                model,
+                prompts,
+                answers.__setitem__,
+                seed=seed,
+                max_new_tokens=max_new_tokens,
+                on_token=lambda share: on_progress(0, share * len(batch)),
+                **sampling_options(temperature),
+            )
+            if kept is not None:
+                append_lines(kept, [{"key": key, "row": row, "answer": answers[row]} for row in range(len(batch))])
     on_progress(len(batch), 0.0)
-    return [
-        KnownText(_read(binding, prompt.input_ids, answers[row]), prompt.category, sampled, row)
-        for row, prompt in enumerate(batch)
-        if len(answers[row]) > 1
-    ]
+    return [answers[row] for row in range(len(batch))]
+
+
+def _noise(binding: TargetBinding, seed: int, rows: int, row: int, count: int) -> Tensor:
+    """What the first `count` tokens of one of the rows that `generate` wrote side by side were sampled by."""
+    generator = torch.Generator(binding.input_device).manual_seed(seed)
+    noise = PositionNoise(rows, binding.text_config.vocab_size, binding.input_device, generator)
+    return noise.window([row], [0], count)[0]
 
 
 @torch.no_grad()
@@ -250,7 +251,8 @@ def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, d
     """What chains of `depth` drafts of an attached drafter in evaluation mode come to along one of `texts`."""
     text, count = known.text, known.num_rounds_tokens  # roots y_0 .. y_{n-2}
     starts = torch.arange(text.prompt_length - 1, text.prompt_length - 1 + count)
-    row_of, noise = rows_of_ids(drafter), known.noise(drafter.device)
+    row_of = rows_of_ids(drafter)
+    noise = None if known.noise is None else known.noise().to(drafter.device)
     right, sure = [], []
     for step, draft in enumerate(drafts_along(drafter, text, starts, depth)):
         wanted = draft.truth if row_of is None else row_of[draft.truth]

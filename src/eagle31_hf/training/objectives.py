@@ -102,11 +102,19 @@ def _features_apart(binding: TargetBinding, input_ids: Tensor, position_ids: Ten
 class Teacher:
     """The target's distribution where the drafter is trained to predict."""
 
+    rows: Tensor  # `(M,)` flat positions in the batch (`b * T + t`) it was taken at, ascending
     log_probs: Tensor  # `(M, Vd)` log-probability of the draft ids under the target's whole vocabulary
-    # `(M,)` flat positions in the batch (`b * T + t`) they were taken at, ascending: the positions whose *next* token
-    # is supervised and whose arg-max can be drafted (EAGLE-3 drops the others)
-    rows: Tensor
-    best: Tensor  # `(M,)` which draft id is the arg-max
+    # `(M,)` which draft id is the arg-max; -1 where that cannot be drafted, which no token loss is of (as in EAGLE-3)
+    best: Tensor
+
+
+@dataclass(frozen=True)
+class WrittenTeacher(Teacher):
+    """The same where the target wrote the text itself, for stage 2."""
+
+    temperature: Tensor  # `(M,)` of the text
+    token: Tensor  # `(M,)` which draft id the next token is, -1 where it cannot be drafted
+    served: Tensor  # `(M, Vd)` probability of the draft ids as served at that temperature; 0 where it is greedy
 
 
 @dataclass
@@ -123,14 +131,14 @@ class Losses:
         self.loss = (weights * self.sums).sum()  # to be differentiated, not yet divided
 
 
-def supervised_positions(batch: PackedBatch) -> Tensor:
-    """`(B, T)` bool: positions at which the target predicts a supervised token that step 0 could draft.
+def answering(batch: PackedBatch, learned: Tensor) -> Tensor:
+    """`(B, T)` bool: positions `(B, T - 1)` that are `learned` from and whose next token step 0 could draft.
 
     The first token of a document that can be drafted is its third: step 0 joins the state of the first with the second.
     """
     here = torch.zeros_like(batch.loss_mask)
     same = batch.document_ids[:, 1:] == batch.document_ids[:, :-1]
-    here[:, :-1] = batch.loss_mask[:, 1:] & same & (batch.position_ids[:, :-1] >= 1)
+    here[:, :-1] = learned & same & (batch.position_ids[:, :-1] >= 1)
     return here
 
 
@@ -140,21 +148,17 @@ def make_teacher(target_logits: Tensor, rows: Tensor, draft_ids: Tensor | None) 
     Args:
         draft_ids: `(Vd,)` target ids of the draft vocabulary; `None` if it is the target's.
     """
-    blocks = [
-        _teach(target_logits[rows[block]].float(), rows[block], draft_ids)
-        for block in torch.arange(len(rows), device=rows.device).split(rows_at_once(target_logits))
-    ]
-    return Teacher(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
+    log_probs, best = [], []
+    for block in rows.split(rows_at_once(target_logits)):
+        logits = target_logits[block].float()
+        best.append(draft_rows(argmax(logits), draft_ids, logits.shape[-1]))
+        log_probs.append(of_drafts(logits.log_softmax(-1), draft_ids))
+    return Teacher(rows, torch.cat(log_probs), torch.cat(best))
 
 
-def _teach(logits: Tensor, rows: Tensor, draft_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`log_probs`, `rows` and `best` of those among `logits (m, V)` whose arg-max can be drafted."""
-    best = draft_rows(argmax(logits), draft_ids, logits.shape[-1])
-    keep = best >= 0
-    if not bool(keep.all()):  # what is not selected is not copied
-        logits, rows, best = logits[keep], rows[keep], best[keep]
-    log_probs = logits.log_softmax(-1)
-    return log_probs if draft_ids is None else log_probs.index_select(1, draft_ids), rows, best
+def of_drafts(values: Tensor, draft_ids: Tensor | None) -> Tensor:
+    """Those `(N, Vd)` of the tokens that can be drafted, of `values (N, V)`."""
+    return values if draft_ids is None else values.index_select(1, draft_ids)
 
 
 def draft_rows(tokens: Tensor, draft_ids: Tensor | None, vocabulary: int) -> Tensor:
@@ -203,47 +207,6 @@ def unroll(drafter: Eagle31Drafter, batch: PackedBatch, aux: Tensor, steps: int)
         yield out.normed
 
 
-def step_losses(
-    drafter: Eagle31Drafter,
-    batch: PackedBatch,
-    aux: Tensor,
-    teacher: Teacher,
-    *,
-    steps: int,
-    checkpoint_head: bool = False,
-) -> Losses:
-    """Losses of every step against the teacher.
-
-    Args:
-        checkpoint_head: compute draft logits again in the backward pass instead of keeping `S` of them in memory.
-    """
-    sums, correct, counts = [], [], []
-    flat_positions = batch.position_ids.flatten()
-    for step, normed in enumerate(unroll(drafter, batch, aux, steps)):
-        # The teacher at position t judges row t - 1 - step, if that row is in the same document.
-        inside = flat_positions[teacher.rows] >= 1 + step
-        rows = normed.flatten(0, 1)[(teacher.rows - 1 - step).clamp(min=0)]  # (M, H)
-        arguments = (drafter, rows, inside, teacher)
-        if checkpoint_head and torch.is_grad_enabled():
-            total, hits = checkpoint(_head_loss, *arguments, use_reentrant=False)  # type: ignore[misc]
-        else:
-            total, hits = _head_loss(*arguments)
-        sums.append(total)
-        correct.append(hits)
-        counts.append(inside.sum())
-    return Losses(torch.stack(sums), torch.stack(correct), torch.stack(counts))
-
-
-def _head_loss(drafter: Eagle31Drafter, rows: Tensor, inside: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """Loss and hits over the rows `(M, H)` that are `inside`; to copy the others' answers away costs more than them."""
-    logits = drafter.draft_logits(rows)  # (M, Vd)
-    with torch.no_grad():  # a maximum is several times faster than an arg-max
-        best = logits.gather(-1, teacher.best[:, None]).squeeze(-1) == logits.amax(-1)
-    blocks = zip(*(whole.split(rows_at_once(logits)) for whole in (logits, teacher.log_probs)), strict=True)
-    losses = torch.cat([cross_entropy(*block) for block in blocks])  # (M,)
-    return torch.where(inside, losses, 0.0).sum(), (best & inside).sum()
-
-
 def cross_entropy(draft_logits: Tensor, target_log_probs: Tensor) -> Tensor:
     """`-sum p' log q`, `(N,)` in nats: the token loss of EAGLE-3 (arXiv 2503.01840; SafeAILab/EAGLE, SpecForge).
 
@@ -285,38 +248,55 @@ class DistillationModel(nn.Module):
         """Loss of a packed batch, whose `fields` these are."""
         batch = PackedBatch(**fields)
         with torch.no_grad():
-            aux, logits = self.read_target(batch)
-            rows = self.counted(batch).flatten().nonzero().squeeze(1)
-            teacher = make_teacher(logits, rows, self.drafter.draft_ids)
-        return step_losses(
-            self.drafter, batch, aux, teacher, steps=self.steps, checkpoint_head=self.gradient_checkpointing
-        )
-
-    def read_target(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The aux states `(B, T, A*Ht)` and the target's logits `(B*T, V)`, on the drafter's device."""
-        device = self.drafter.device
-        features = compute_features(self.drafter.binding, batch.input_ids, batch.position_ids)
-        return features.aux.to(device), features.logits.flatten(0, 1).to(device)
+            features = compute_features(self.drafter.binding, batch.input_ids, batch.position_ids)
+            aux, logits = (each.to(self.drafter.device) for each in features)
+            counted = self.counted(batch).flatten()
+            teacher = self.teach(batch, logits.flatten(0, 1), counted.nonzero().squeeze(1))
+        begins, positions = self.begins(counted), batch.position_ids.flatten()[teacher.rows]
+        steps = []
+        for step, normed in enumerate(unroll(self.drafter, batch, aux, self.steps)):
+            # The teacher at position t judges row t - 1 - step, if that row is in the same document.
+            row = (teacher.rows - 1 - step).clamp(min=0)
+            inside = (positions >= 1 + step) & begins[row]
+            arguments = (normed.flatten(0, 1)[row], inside, teacher)
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                steps.append(checkpoint(self.judge, *arguments, use_reentrant=False))
+            else:
+                steps.append(self.judge(*arguments))
+        return self.losses(*map(torch.stack, zip(*steps, strict=True)))
 
     def counted(self, batch: PackedBatch) -> Tensor:
         """`(B, T)` bool: positions in the loss, by whose number it is divided."""
-        return supervised_positions(batch)
+        return answering(batch, batch.loss_mask[:, 1:])
+
+    def begins(self, counted: Tensor) -> Tensor:
+        """`(B*T,)` bool: rows whose chains are judged, all of them, given the flat positions that are counted."""
+        return torch.ones_like(counted)
+
+    def teach(self, batch: PackedBatch, target_logits: Tensor, rows: Tensor) -> Teacher:
+        """Teacher for the flat positions `rows (M,)`."""
+        return make_teacher(target_logits, rows, self.drafter.draft_ids)
+
+    def judge(self, states: Tensor, inside: Tensor, teacher: Teacher) -> tuple[Tensor, ...]:
+        """Of one step: token loss, hits and positions, summed over the states `(M, H)` that are `inside`."""
+        return token_loss(self.drafter.draft_logits(states), inside, teacher)
+
+    def losses(self, sums: Tensor, correct: Tensor, counts: Tensor) -> Losses:
+        """Of all steps, from what `judge` gave of each."""
+        return Losses(sums, correct, counts)
+
+
+def token_loss(logits: Tensor, inside: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, hits and positions of draft logits `(M, Vd)` that are `inside`; to copy the others away costs more."""
+    inside = inside & (teacher.best >= 0)
+    with torch.no_grad():  # a maximum is several times faster than an arg-max
+        is_best = logits.gather(-1, teacher.best.clamp(min=0)[:, None]).squeeze(-1) == logits.amax(-1)
+    blocks = zip(*(whole.split(rows_at_once(logits)) for whole in (logits, teacher.log_probs)), strict=True)
+    losses = torch.cat([cross_entropy(*block) for block in blocks])  # (M,)
+    return torch.where(inside, losses, 0.0).sum(), (is_best & inside).sum(), inside.sum()
 
 
 # --- stage 2 ----------------------------------------------------------------------------------------------------------
-
-
-def written_starts(batch: PackedBatch) -> Tensor:
-    """`(B, T)` bool: rows whose root, the next token, the target wrote at a known temperature, and one behind it."""
-    here = torch.zeros_like(batch.loss_mask)
-    same = batch.document_ids[:, 2:] == batch.document_ids[:, :-2]
-    here[:, :-2] = (batch.written_at[:, 1:-1] != NOT_WRITTEN) & same
-    return here
-
-
-def expected_accepted(chances: Tensor) -> Tensor:
-    """`sum_j prod_{s<=j}` of the chances `(N, S)` that drafts are accepted, `(N,)`."""
-    return chances.cumprod(1).sum(1)
 
 
 def agreement(target_probs: Tensor, draft_probs: Tensor, written: Tensor) -> Tensor:
@@ -347,60 +327,50 @@ class AcceptanceModel(DistillationModel):
         self.warping_at = cache(lambda temperature: served_warping(drafter.binding.model, temperature))
 
     def counted(self, batch: PackedBatch) -> Tensor:
-        """`(B, T)` bool: starts, not positions that answer."""
-        return written_starts(batch)
+        """`(B, T)` bool: tokens that the target wrote at a known temperature, and that another one follows."""
+        return answering(batch, batch.written_at[:, :-1] != NOT_WRITTEN)
 
-    def forward(self, **fields: Tensor) -> Losses:
-        """As `DistillationModel.forward`."""
-        batch = PackedBatch(**fields)
-        steps, ids = self.steps, batch.input_ids.flatten()
-        starts = written_starts(batch).flatten().nonzero().squeeze(1)  # (N,)
-        positions = batch.position_ids.flatten()
-        temperature = batch.written_at.flatten()[starts + 1]
-        with torch.no_grad():
-            aux, target_logits = self.read_target(batch)
-        chances, sums, correct, counts = [], [], [], []
-        for step, normed in enumerate(unroll(self.drafter, batch, aux, steps)):
-            place = (starts + 2 + step).clamp(max=len(ids) - 1)  # of the token that a draft answers for
-            inside = positions[place] == positions[starts] + 2 + step  # in the same document
-            said = target_logits[place - 1].float()  # (N, V)
-            best = draft_rows(argmax(said), self.drafter.draft_ids, said.shape[-1])
-            logits = self.drafter.draft_logits(normed.flatten(0, 1)[starts]).float()  # (N, Vd)
-            chances.append(torch.where(inside, self._chance(logits, said, best, temperature, ids[place]), 0.0))
-            loss = cross_entropy(logits, self._of_drafts(said.log_softmax(-1)))
-            sums.append(torch.where(inside & (best >= 0), loss, 0.0).sum())
-            correct.append(((logits.argmax(-1) == best) & inside).sum())
-            counts.append(inside.sum())
-        losses = Losses(torch.stack(sums), torch.stack(correct), torch.stack(counts))
-        expected = expected_accepted(torch.stack(chances, 1))
-        losses.loss = TOKEN_WEIGHT * losses.loss - expected.sum() / steps
-        if len(starts):
+    def begins(self, counted: Tensor) -> Tensor:
+        """`(B*T,)` bool: rows whose root, the next token, is counted."""
+        return counted.roll(-1)
+
+    def teach(self, batch: PackedBatch, target_logits: Tensor, rows: Tensor) -> Teacher:
+        """With the tokens that were written, and the distributions they were drawn from."""
+        teacher, draft_ids = super().teach(batch, target_logits, rows), self.drafter.draft_ids
+        temperature, served = batch.written_at.flatten()[rows], torch.zeros_like(teacher.log_probs)
+        for each, these in sampled_at(temperature):
+            scores = target_logits[rows[these]].float()
+            served[these] = of_drafts(self.warping_at(each)(scores).softmax(-1), draft_ids)
+        token = draft_rows(batch.input_ids.flatten()[rows + 1], draft_ids, target_logits.shape[-1])
+        return WrittenTeacher(**vars(teacher), temperature=temperature, token=token, served=served)
+
+    def judge(self, states: Tensor, inside: Tensor, teacher: Teacher) -> tuple[Tensor, ...]:
+        """As `DistillationModel.judge`, and the chance `(M,)` that each draft is accepted."""
+        assert isinstance(teacher, WrittenTeacher), "made by `teach`"
+        logits = self.drafter.draft_logits(states).float()
+        greedy = logits.log_softmax(-1).gather(1, teacher.best.clamp(min=0)[:, None]).squeeze(1).exp()
+        chance = torch.where(teacher.best >= 0, greedy, 0.0)
+        for each, these in sampled_at(teacher.temperature):
+            drafted = self.warping_at(each)(logits[these]).softmax(-1)
+            chance = chance.index_put((these,), agreement(teacher.served[these], drafted, teacher.token[these]))
+        return *token_loss(logits, inside, teacher), torch.where(inside, chance, 0.0)
+
+    def losses(self, sums: Tensor, correct: Tensor, counts: Tensor, *chances: Tensor) -> Losses:
+        """With the expected acceptance of each start; the positions behind it in a text stand behind it here, too."""
+        losses = Losses(sums, correct, counts)
+        along = torch.stack([chance.roll(-step) for step, chance in enumerate(chances[0])])
+        expected = along.cumprod(0).sum(0)  # (M,)
+        losses.loss = TOKEN_WEIGHT * losses.loss - expected.sum() / self.steps
+        if len(expected):
             losses.figures["expected_accepted"] = expected.detach().mean().item()
         return losses
 
-    def _chance(self, logits: Tensor, said: Tensor, best: Tensor, temperature: Tensor, token: Tensor) -> Tensor:
-        """`(N,)` chance that each draft is accepted.
 
-        Args:
-            logits, said: of the drafter `(N, Vd)` and of the target `(N, V)`.
-            best: `(N,)` row of the draft head of the target's arg-max, -1 where it cannot be drafted.
-            temperature, token: `(N,)` of the text, and the token that was written.
-        """
-        greedy = logits.log_softmax(-1).gather(1, best.clamp(min=0)[:, None]).squeeze(1).exp()
-        chance = torch.where(best >= 0, greedy, 0.0)
-        written = draft_rows(token, self.drafter.draft_ids, said.shape[-1])
-        for each in temperature.unique().tolist():
-            if each > 0:
-                these, warping = (temperature == each).nonzero().squeeze(1), self.warping_at(each)
-                served = self._of_drafts(warping(said[these]).softmax(-1))
-                agree = agreement(served, warping(logits[these]).softmax(-1), written[these])
-                chance = chance.index_put((these,), agree)
-        return chance
-
-    def _of_drafts(self, values: Tensor) -> Tensor:
-        """Those `(N, Vd)` of the tokens that can be drafted, of `values (N, V)`."""
-        ids = self.drafter.draft_ids
-        return values if ids is None else values.index_select(1, ids)
+def sampled_at(temperature: Tensor) -> Iterator[tuple[float, Tensor]]:
+    """Each temperature above 0 among those `(M,)`, and where it stands."""
+    for each in temperature.unique().tolist():
+        if each > 0:
+            yield each, (temperature == each).nonzero().squeeze(1)
 
 
 def require_stage_two(target: PreTrainedModel, documents: Sequence[Document], temperatures: Sequence[float]) -> None:

@@ -26,6 +26,8 @@ from .settings import STAGES, TrainingSettings
 from .trainer import last_checkpoint
 from .writing import settings_beside
 
+TEXTS = {"prompts": "self-written prompts", "conversations": "answers", "measured": "texts to measure on"}
+"""What a run keeps line by line in its folder (`writing.data_file`)."""
 LINE_EVERY_S = 30.0
 """Where no bar can be drawn, the log gets a line so often."""
 
@@ -41,11 +43,10 @@ class Counting:
     Args:
         title: what is done, as in "the target writes answers".
         total: how much there is to do.
-        resumes: whether the first count is what an earlier run had done.
     """
 
-    def __init__(self, console: Console, title: str, total: int, *, resumes: bool = False):
-        self._console, self._title, self._total, self._resumes = console, title, total, resumes
+    def __init__(self, console: Console, title: str, total: int):
+        self._console, self._title, self._total = console, title, total
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(table_column=Column(min_width=6, max_width=24)),
@@ -65,12 +66,9 @@ class Counting:
         self._ended += ended
         done = max(self._ended + underway, self.bar.tasks[0].completed)
         self.bar.update(self._task, completed=done, note=self._so_far())
-        if self._resumes and ended:
-            self._say(f"{self._so_far()}, kept from an earlier run")
-        elif time.monotonic() - self._said_at >= LINE_EVERY_S:
+        if time.monotonic() - self._said_at >= LINE_EVERY_S:
             seconds = self.bar.tasks[0].time_remaining
             self._say(self._so_far() + ("" if seconds is None else f", {seconds / 60:.0f} minutes left"))
-        self._resumes = False
 
     def __enter__(self) -> Counting:
         self.bar.start()
@@ -150,8 +148,7 @@ def open_folder(settings: TrainingSettings, console: Console) -> None:
 
 def describe_kept(out: Path) -> str:
     """What lies in a run's folder that `--resume` goes on with; empty if nothing does."""
-    texts = {"self-written prompts": "prompts*.jsonl", "answers": "conversations*.jsonl"}
-    lines = {what: sum(path.read_bytes().count(b"\n") for path in _written(out, n)) for what, n in texts.items()}
+    lines = {what: sum(path.read_bytes().count(b"\n") for path in _written(out, name)) for name, what in TEXTS.items()}
     parts = [f"{count:,} {what}" for what, count in lines.items() if count]
     report = read_report(out)
     finished = {stage.name for stage in report.stages} if report else set()
@@ -166,7 +163,7 @@ def describe_kept(out: Path) -> str:
 
 def remove_run(out: Path) -> None:
     """Remove texts and checkpoints that an earlier run has left in its folder, and nothing else."""
-    for path in (*_written(out, "prompts*.jsonl"), *_written(out, "conversations*.jsonl")):
+    for path in (path for name in TEXTS for path in _written(out, name)):
         path.unlink()
         settings_beside(path).unlink()
     for number in STAGES:
@@ -175,9 +172,9 @@ def remove_run(out: Path) -> None:
         (out / RECORD_FILE).unlink()
 
 
-def _written(out: Path, names: str) -> list[Path]:
+def _written(out: Path, name: str) -> list[Path]:
     """Texts that a run has written, which their settings stand beside: no files of anybody else's."""
-    return [path for path in sorted((out / "data").glob(names)) if settings_beside(path).exists()]
+    return [path for path in sorted((out / "data").glob(f"{name}*.jsonl")) if settings_beside(path).exists()]
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from .data import collate
 from .measure import KnownTexts, rounds_of
 from .objectives import DistillationModel
 from .settings import TrainingSettings
-from .trainer import DRAFT_TOKENS, last_checkpoint
+from .trainer import DRAFT_TOKENS
 
 PACKAGES = ("torch", "transformers")
 _OF_THIS_MACHINE = ("resume", "fresh", "device", "report_to")
@@ -191,12 +191,8 @@ def _stage(stored: dict[str, Any]) -> StageResult:
     return StageResult(stored["name"], stored["steps"], stored["loss"], acceptance, tuple(stored["curve"]))
 
 
-def learning_curve(folder: Path, tokens_per_step: float) -> tuple[dict[str, float], ...]:
-    """Measured acceptance by step and tokens seen, as a stage's last checkpoint has it."""
-    checkpoint = last_checkpoint(folder)
-    if checkpoint is None:
-        return ()
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+def learning_curve(log: Sequence[dict[str, float]], tokens_per_step: float) -> tuple[dict[str, float], ...]:
+    """Measured acceptance by step and tokens seen, from a trainer's log."""
     return tuple(
         {
             "step": entry["step"],
@@ -204,7 +200,7 @@ def learning_curve(folder: Path, tokens_per_step: float) -> tuple[dict[str, floa
             "acceptance_length": entry["eval_acceptance_length"],
             "standard_error": entry["eval_acceptance_error"],
         }
-        for entry in state["log_history"]
+        for entry in log
         if "eval_acceptance_length" in entry
     )
 

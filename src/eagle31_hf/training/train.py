@@ -8,12 +8,14 @@ import math
 import time
 import warnings
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from rich.console import Console
 from transformers import (
     EarlyStoppingCallback,
@@ -29,10 +31,21 @@ from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import TrainingError
 from ..targets.devices import quick_dtype
-from .data import Documents, PackedDocuments
-from .measure import EvaluationPrompt, KnownTexts, served_processing, write_texts
+from ..texts.conversations import read_conversations, with_unique_ids
+from ..texts.rows import Conversation
+from .data import Document, Documents, PackedDocuments, build_vocabulary, count_supervised, render_documents
+from .data import coverage as share_covered
+from .measure import EvaluationPrompt, KnownTexts, evaluation_prompts, served_processing, write_texts
 from .objectives import AcceptanceModel, DistillationModel, require_stage_two
-from .preparation import Preparation, load_target, precision_of_result, resolve
+from .preparation import (
+    is_small,
+    load_target,
+    make_drafter,
+    precision_of_result,
+    resolve,
+    set_vocabulary,
+    split_rows,
+)
 from .progress import (
     Counting,
     LiveProgress,
@@ -54,9 +67,10 @@ from .report import (
     time_step,
     training_bytes,
 )
+from .self_prompts import SOURCE, is_new, self_prompt_count, write_prompts
 from .settings import TrainingSettings
 from .trainer import DistillationTrainer, last_checkpoint
-from .writing import own_temperature, require_disk
+from .writing import data_file, disk_bytes, own_temperature, regenerate, require_disk
 
 __all__ = ["StageResult", "TrainingReport", "TrainingSettings", "train_drafter"]
 
@@ -100,12 +114,14 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         with console.status("loading the target"):
             target, tokenizer = load_target(settings)
-        report = _Run(settings, target, tokenizer, console, stop).execute()
+        report = Run(settings, target, tokenizer, console, stop).execute()
     leave_process_group()
     return report
 
 
-class _Run:
+class Run:
+    """One run: what it works with, and each part of it in its order."""
+
     def __init__(
         self,
         given: TrainingSettings,
@@ -121,14 +137,15 @@ class _Run:
         self.checkpoint = last_checkpoint(self.folder) if given.resume else None
         is_quick = target.dtype == torch.bfloat16 == quick_dtype(torch.bfloat16, target.device)
         self.bf16 = is_quick and target.device.type != "mps"  # which Trainer refuses
+        # Who has written its share waits for the slowest: hours, where a large target writes long answers.
+        self.processes = PartialState(cpu=target.device.type == "cpu", timeout=timedelta(days=1))
         self.started = time.monotonic()
 
     def execute(self) -> TrainingReport:
         settings = self.settings
-        preparation = Preparation(settings, self.target, self.tokenizer, self.console)
-        drafter = preparation.make_drafter()
-        documents, prompts = preparation.read_texts()
-        coverage = preparation.cover(drafter, documents.documents)
+        drafter = make_drafter(settings, self.target)  # before hours of writing: what does not fit shall not cost that
+        documents, prompts = self.read_texts()
+        coverage = self._cover(drafter, documents.documents)
         dataset = PackedDocuments(documents.documents, settings.max_length, seed=settings.seed)
         steps = self._steps_by_settings(len(dataset))
         earlier = read_report(settings.out) if settings.resume else None
@@ -149,16 +166,93 @@ class _Run:
                 steps = self._steps_in_time(plan)
             plan = self._with_steps(plan, steps)
         say(self.console, str(plan))
-        result = self._train(model, dataset, known, plan.steps)
-        curve = learning_curve(self.folder, plan.tokens_per_step)
-        report = TrainingReport(settings.out, plan, (replace(result, curve=curve),))
+        report = TrainingReport(settings.out, plan, (self._train(model, dataset, known, plan),))
         self._write(drafter, report)
         return report
 
+    # --- texts ---------------------------------------------------------------------------------------------------
+
+    def read_texts(self) -> tuple[Documents, list[EvaluationPrompt]]:
+        """Documents to train on and prompts to measure on; says what was left out and why."""
+        settings = self.settings
+        conversations = self._read_prompts()
+        if settings.held_out:
+            held_out = self._read(settings.held_out)
+        else:
+            held_out, conversations = split_rows(conversations, settings.seed)
+        prompts = evaluation_prompts(held_out, self.tokenizer)
+        written = self._regenerate(conversations)
+        documents = render_documents(
+            written, self.tokenizer, max_length=settings.max_length, learns_all=is_small(self.target)
+        )
+        left_out = {
+            "truncated": documents.truncated,
+            "without anything to learn": documents.unsupervised,
+            "with a context too long to answer": len(conversations) - len(written),
+        }
+        reasons = ", ".join(f"{count:,} {what}" for what, count in left_out.items() if count)
+        further = f" and {documents.rewritten:,} turns that the template rewrites later" if documents.rewritten else ""
+        count = len(documents.documents) - documents.rewritten
+        further += f" ({reasons})" if reasons else ""
+        say(self.console, f"text      {count:,} conversations{further}, {len(held_out):,} to measure on")
+        return documents, prompts
+
+    def _read_prompts(self) -> list[Conversation]:
+        """Rows of files and the Hub, and those that the target writes itself."""
+        settings = self.settings
+        files = [source for source in settings.prompts if self_prompt_count(source) is None]
+        count = sum(self_prompt_count(source) or 0 for source in settings.prompts)
+        rows = self._read(files) if files else []
+        return with_unique_ids(rows + (self._self_prompts(count) if count else []))
+
+    def _read(self, sources: Sequence[str]) -> list[Conversation]:
+        """Conversations of files and the Hub; empty rows are left out, and said."""
+        empty: list[str] = []
+        rows = read_conversations(sources, limit=self.settings.max_rows, on_empty=empty.append)
+        if empty:
+            say(self.console, f"rows      {len(empty):,} without any text left out, the first: {empty[0]}")
+        return rows
+
+    def _self_prompts(self, count: int) -> list[Conversation]:
+        """Each process writes its share; what several wrote alike is kept once."""
+        settings, processes = self.settings, self.processes
+        rank = processes.process_index
+        share = count // processes.num_processes + (rank < count % processes.num_processes)
+        path = data_file(settings.out, "prompts", rank)
+        seed = settings.seed * processes.num_processes + rank
+        with Counting(self.console, "the target writes prompts", share) as counting:
+            mine = write_prompts(
+                self.target, self.tokenizer, path, share, write_rows=settings.write_rows, seed=seed,
+                on_progress=counting.advance,
+            )  # fmt: skip
+        seen: set[tuple[str, ...]] = set()
+        written = [row for row in gather_object(mine) if is_new(row.messages[0]["content"], seen)]
+        return [replace(row, id=f"{SOURCE}-{number}") for number, row in enumerate(written)]
+
+    def _regenerate(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+        settings, processes = self.settings, self.processes
+        if settings.regenerate == "none":
+            return list(conversations)
+        path = data_file(settings.out, "conversations", processes.process_index)
+        needed = f"{disk_bytes(conversations, settings) / 1e9:.2f} GB in {path.parent}"
+        say(self.console, f"the target writes its own turns: at most {needed}")
+        mine = conversations[processes.process_index :: processes.num_processes]
+        with Counting(self.console, "the target writes answers", len(mine)) as counting:
+            written = regenerate(mine, self.target, self.tokenizer, path, settings, on_progress=counting.advance)
+        by_id = {conversation.id: conversation for conversation in gather_object(written)}
+        return [by_id[conversation.id] for conversation in conversations if conversation.id in by_id]
+
+    def _cover(self, drafter: Eagle31Drafter, documents: list[Document]) -> float:
+        """Share of the supervised tokens that can be drafted; a fresh drafter's vocabulary is chosen by them."""
+        counts = count_supervised(documents, self.target.config.get_text_config().vocab_size)
+        if self.settings.drafter is None:
+            set_vocabulary(drafter, self.target, build_vocabulary(counts, self.settings.draft_vocab_size))
+        return share_covered(counts, drafter.draft_ids)
+
     def _known_texts(self, drafter: Eagle31Drafter, prompts: list[EvaluationPrompt]) -> list[KnownTexts]:
         """This process's share of the texts by which drafters are measured: greedy ones, and of what is served."""
-        state = PartialState()
-        mine = prompts[state.process_index :: state.num_processes]
+        processes = self.processes
+        mine = prompts[processes.process_index :: processes.num_processes]
         temperatures = tuple(dict.fromkeys((0.0, *(self.settings.temperature or (own_temperature(self.target),)))))
         served = served_processing(self.target, temperatures[-1])
         if not served.fits_draft_vocabulary:
@@ -168,7 +262,8 @@ class _Run:
             return [
                 write_texts(
                     drafter.binding, mine, temperature, max_new_tokens=self.settings.eval_new_tokens,
-                    seed=self.settings.seed + state.process_index, on_progress=counting.advance,
+                    seed=self.settings.seed + processes.process_index, on_progress=counting.advance,
+                    kept=data_file(self.settings.out, "measured", processes.process_index),
                 )
                 for temperature in temperatures
             ]  # fmt: skip
@@ -216,7 +311,7 @@ class _Run:
 
     @property
     def _rows_per_step(self) -> int:
-        return self.settings.batch_rows * self.settings.accumulate * PartialState().num_processes
+        return self.settings.batch_rows * self.settings.accumulate * self.processes.num_processes
 
     def _with_steps(self, plan: TrainingPlan, steps: int) -> TrainingPlan:
         return replace(plan, steps=steps, measurements=steps // min(self.settings.eval_steps, max(1, steps)))
@@ -240,18 +335,20 @@ class _Run:
     # --- training ------------------------------------------------------------------------------------------------
 
     def _train(
-        self, model: DistillationModel, dataset: PackedDocuments, known: list[KnownTexts], steps: int
+        self, model: DistillationModel, dataset: PackedDocuments, known: list[KnownTexts], plan: TrainingPlan
     ) -> StageResult:
         """Train from where an earlier run was left."""
-        counting = Counting(self.console, "training", steps, resumes=True)
+        counting = Counting(self.console, "training", plan.steps)
         patience = EarlyStoppingCallback(early_stopping_patience=PATIENCE)
         callbacks = [LiveProgress(self.console, counting), self.stop, patience]
-        trainer = DistillationTrainer(model, self._arguments(steps), dataset, known=known, callbacks=callbacks)
+        trainer = DistillationTrainer(model, self._arguments(plan.steps), dataset, known=known, callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)  # its lines would tear ours apart
         with counting:
             outcome = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         self.stop.leave()
-        return StageResult(self.stage, trainer.state.global_step, outcome.training_loss, trainer.measure_best())
+        state, best = trainer.state, trainer.measure_best()
+        curve = learning_curve(state.log_history, plan.tokens_per_step)
+        return StageResult(self.stage, state.global_step, outcome.training_loss, best, curve)
 
     def _arguments(self, steps: int) -> TrainingArguments:
         settings = self.settings

@@ -354,6 +354,11 @@ def read_whole_lines(path: Path, header: dict[str, Any], *, identity: str = "id"
         raise TrainingError(f"{path} holds a damaged line ({error}); remove the file to write again") from error
 
 
+def data_file(out: Path, name: str, process: int) -> Path:
+    """Where one of several processes keeps what the target writes."""
+    return out / "data" / (f"{name}-{process}.jsonl" if process else f"{name}.jsonl")
+
+
 def settings_beside(path: Path) -> Path:
     """Where the settings stand that the lines in `path` were written with."""
     return path.with_suffix(".settings.json")

@@ -1,35 +1,76 @@
-"""The configuration of a fresh drafter, from its target's."""
+"""The configuration of a fresh drafter, from its target's: sizes of layers, whatever a family calls them."""
 
 from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
 from ..config import Eagle31Config
 from ..errors import ConfigurationError, IncompatibleTargetError
-from ..memory.target_facts import sizes_by_layer, trained_context
 
 _SHALLOW = 7  # layers from which on the published default names three different states in order
 UNTOLD_CONTEXT = 2048  # longest text of a drafter whose target does not tell its own
+_INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")  # GPT-2, OPT, Falcon
+_KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads")  # Falcon
+_CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")  # MPT, Bloom
 
 
-def default_config(target: PreTrainedModel, **overrides: Any) -> Eagle31Config:
-    """An EAGLE 3.1 configuration shaped like the first layer of `target`.
+class LayerSizes(NamedTuple):
+    """One decoder layer, its heads as attention sees them; `key_dim` and `value_dim` differ for latent attention."""
+
+    attention_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    intermediate_size: int
+
+
+def sizes_by_layer(config: PreTrainedConfig) -> list[LayerSizes]:
+    """Sizes of every decoder layer of a model of this configuration."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "is_heterogeneous", False):  # Gemma 4: heads of global layers are wider
+        return [_layer_sizes(layer) for layer in text.per_layer_config]
+    return [_layer_sizes(text)] * text.num_hidden_layers
+
+
+def _layer_sizes(layer: PreTrainedConfig) -> LayerSizes:
+    heads, hidden = layer.num_attention_heads, layer.hidden_size
+    intermediate = _first(layer, _INTERMEDIATE_NAMES) or 4 * hidden
+    if getattr(layer, "kv_lora_rank", None):
+        return LayerSizes(heads, 1, layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim, intermediate)
+    one_key = getattr(layer, "multi_query", False) and not getattr(layer, "new_decoder_architecture", False)
+    kv_heads = 1 if one_key else _first(layer, _KV_HEADS_NAMES) or heads  # Falcon, GPT-BigCode
+    width = getattr(layer, "head_dim", None) or hidden // heads
+    return LayerSizes(heads, kv_heads, width, getattr(layer, "v_head_dim", None) or width, intermediate)
+
+
+def trained_context(config: PreTrainedConfig) -> int | None:
+    """Tokens the model was made for; `None` if its configuration does not tell."""
+    return _first(config.get_text_config(decoder=True), _CONTEXT_NAMES)
+
+
+def _first(config: PreTrainedConfig, names: Sequence[str]) -> Any:
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+
+
+def default_config(target: PreTrainedConfig, **overrides: Any) -> Eagle31Config:
+    """An EAGLE 3.1 configuration shaped like the first layer of a target of the configuration `target`.
 
     Raises:
-        IncompatibleTargetError: its configuration lacks what a drafter must know.
+        IncompatibleTargetError: it lacks what a drafter must know.
         ConfigurationError: `overrides` make no possible drafter.
     """
-    text = target.config.get_text_config(decoder=True)
+    text = target.get_text_config(decoder=True)
     try:
         layer = sizes_by_layer(text)[0]
         fields: dict[str, Any] = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise IncompatibleTargetError(
-            f"the config of {type(target).__name__} does not tell the sizes of its layers ({error}); pass "
+            f"the target's {type(target).__name__} does not tell the sizes of its layers ({error}); pass "
             "config=Eagle31Config(...) with hidden_size and vocab_size of the target"
         ) from error
     fields |= {
