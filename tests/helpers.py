@@ -311,6 +311,32 @@ def prompts_for(name: str, count: int, seed: int = 0) -> list[list[int]]:
     return random_prompts(count, target_of(name).config.vocab_size, seed)
 
 
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+class Shown(hf.generation.streamers.BaseStreamer):
+    """A streamer that keeps what it is shown, and raises `error` once that were `after` blocks.
+
+    Attributes:
+        blocks: as they came, `"end"` last.
+        tokens: all of them in a row.
+    """
+
+    def __init__(self, error: type[BaseException] = AssertionError, after: int = 10**9):
+        self.blocks: list[Any] = []
+        self.tokens: list[int] = []
+        self.error, self.after = error, after
+
+    def put(self, value: Tensor) -> None:
+        if len(self.blocks) == self.after:
+            raise self.error("stop")
+        self.blocks.append(value.tolist())
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.blocks.append("end")
+
+
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
@@ -321,34 +347,54 @@ def assert_same_text(
     *,
     seed: int = 0,
     loop: str | None = "own",
+    why: str = "",
     oracle: int | None = None,
+    right: int | None = None,
+    truth: Tensor | None = None,
     settings: dict[str, Any] | None = None,
+    fresh: Callable[[], dict[str, Any]] = dict,
     **kwargs: Any,
 ) -> Tensor:
-    """`generate(**kwargs)` writes the same tokens with the drafter as without, and leaves the generator alike.
+    """`generate(**kwargs)` writes the same tokens with the drafter as without, by the same scores where these are
+    returned, and leaves the generator alike.
 
     Args:
         inputs: prompts `(B, T)`, or the arguments that hold them.
         loop: the loop that must have written the text, by `stats.loop`; `None` if any may.
+        why: what `stats.reason` must say.
         oracle: seed of drafts that are right for a while (`oracle_drafts`), of which our loop must have accepted some.
+        right: drafts are right for so many tokens, in every round.
+        truth: what right drafts follow; default: the plain text.
         settings: fields of the drafter's `generation_config` meanwhile.
+        fresh: makes arguments that keep state (processors, criteria, streamers), once for each of the two texts.
 
     Returns:
         Tensor: the text `(B, T)`, prompts included.
     """
     arguments = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
-    torch.manual_seed(seed)
-    plain = target.generate(**arguments, **kwargs)
-    plain_state = torch.get_rng_state()
-    length = arguments["input_ids"].shape[1]
-    drafts = nullcontext() if oracle is None else oracle_drafts(plain, length, seed=oracle)
-    with configured(drafter, **settings or {}), drafts:
+
+    def write(**assistant: Any) -> tuple[Tensor, Any, Tensor]:
         torch.manual_seed(seed)
-        text = target.generate(**arguments, **kwargs, assistant_model=drafter)
+        output = target.generate(**arguments, **kwargs, **fresh(), **assistant)
+        return getattr(output, "sequences", output), output, torch.get_rng_state()
+
+    plain, plain_output, plain_state = write()
+    drafts: Any = nullcontext()
+    if oracle is not None or right is not None:
+        length = arguments["input_ids"].shape[1]
+        drafts = oracle_drafts(plain if truth is None else truth, length, seed=oracle or 0, right=right)
+    with configured(drafter, **settings or {}), drafts:
+        text, output, state = write(assistant_model=drafter)
     assert torch.equal(text, plain), f"got {text.tolist()}, wanted {plain.tolist()}"
-    assert torch.equal(torch.get_rng_state(), plain_state), "torch's generator was left in another state"
+    assert torch.equal(state, plain_state), "torch's generator was left in another state"
     assert loop in (None, drafter.stats.loop), f"written by {drafter.stats.loop}: {drafter.stats.reason}"
+    assert why in drafter.stats.reason, f"wanted {why!r} in {drafter.stats.reason!r}"
+    assert loop != "own" or not drafter.stats.reason, drafter.stats.reason
     assert oracle is None or drafter.stats.loop == "plain" or drafter.stats.accepted > 0, "nothing was tried"
+    for name in ("scores", "logits"):
+        ours, plains = (getattr(each, name, None) or () for each in (output, plain_output))
+        for one, other in zip(ours, plains, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
     return text
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, TextGenerationPipeline
-from transformers.generation.streamers import BaseStreamer
+from transformers import TextGenerationPipeline
+from transformers.generation import configuration_utils
 
 from eagle31_hf import Eagle31Drafter, NoDrafter
-from helpers import DEMO_DRAFTER, demo_tokenizer, target_of
+from helpers import DEMO_DRAFTER, Shown, demo_tokenizer, target_of
 
 CHAT = [{"role": "user", "content": "What is the weather going to be like in Portland this weekend?"}]
 
@@ -35,7 +37,7 @@ def written(model: Any, **kwargs: Any) -> Any:
         CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     torch.manual_seed(7)
-    return model.generate(**inputs, max_new_tokens=24, **kwargs)
+    return model.generate(**inputs, max_new_tokens=24, **{"do_sample": False, **kwargs})
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -47,25 +49,21 @@ def test_every_call_drafts_and_writes_plains_text(eagle, target, sampled):
     assert eagle.stats.passes < eagle.stats.new_tokens - 4
 
 
-def test_a_pipeline_drafts(eagle, target):
+def test_a_pipeline_drafts_until_the_drafter_is_detached(eagle, target):
     pipeline = TextGenerationPipeline(model=target, tokenizer=demo_tokenizer())
     said = pipeline(CHAT, max_new_tokens=24, do_sample=False)[0]["generated_text"]
     assert eagle.stats.passes < eagle.stats.new_tokens - 4
     eagle.detach()
+    eagle.stats = None
     assert pipeline(CHAT, max_new_tokens=24, do_sample=False)[0]["generated_text"] == said
-
-
-def test_detach_ends_it(eagle, target):
-    eagle.detach()
-    written(target, do_sample=False)
     assert eagle.stats is None
 
 
 def test_an_assistant_or_a_way_to_draft_of_the_calls_own_wins(eagle, target):
     other = NoDrafter(target)
-    written(target, do_sample=False, assistant_model=other)
+    written(target, assistant_model=other)
     assert other.stats.loop == "own"
-    written(target, do_sample=False, prompt_lookup_num_tokens=3)
+    written(target, prompt_lookup_num_tokens=3)
     assert eagle.stats is None
     other.detach()
 
@@ -74,87 +72,73 @@ def test_the_second_takes_the_firsts_place(eagle, target):
     second = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target)
     with pytest.warns(UserWarning, match="another default assistant"):
         second.use_by_default()
-    written(target, do_sample=False)
+    written(target)
     assert (eagle.stats, second.stats.loop) == (None, "own")
     eagle.detach()  # of one that is the default no more
-    written(target, do_sample=False)
+    written(target)
     assert second.stats.loop == "own"
     second.detach()
 
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "static"}, {"dola_layers": "low"},
-     {"penalty_alpha": 0.6, "top_k": 4}],
-    ids=["beams", "no cache", "static cache", "dola", "contrastive"],
+    [{"num_beams": 2}, {"num_beams": 2, "do_sample": True}, {"use_cache": False}, {"cache_implementation": "static"},
+     {"dola_layers": "low"}, {"penalty_alpha": 0.6, "top_k": 4}],
+    ids=["beams", "sampled beams", "no cache", "static cache", "dola", "contrastive"],
 )  # fmt: skip
 def test_what_cannot_be_drafted_for_is_as_it_would_be_without(eagle, target, kwargs):
     def outcome(**assistant: Any) -> Any:
         try:
-            return written(target, do_sample=False, **kwargs, **assistant).tolist()
+            return written(target, **kwargs, **assistant).tolist()
         except Exception as error:
             return type(error), str(error)
 
     plain = outcome(assistant_model=None)
-    assert outcome() == plain
+    with mock.patch.object(configuration_utils.logger, "warning") as warned:
+        assert outcome() == plain
+    assert "num_beams" not in kwargs or not warned.called, "of an assistant that the call has not named"
     if isinstance(plain, list):
         assert eagle.stats.loop == "plain"
         assert eagle.stats.reason
 
 
 def test_errors_of_a_text_that_was_begun_are_passed_on(eagle, target):
-    class Fails(StoppingCriteria):
-        asked = 0
+    asked = itertools.count(1)
 
-        def __call__(self, *_: Any, **__: Any) -> Any:
-            self.asked += 1
-            if self.asked == 5:
-                raise RuntimeError("a rule of one's own")
-            return torch.zeros(1, dtype=torch.bool)
+    def fails(*_: Any, **__: Any) -> Any:
+        if next(asked) == 5:
+            raise RuntimeError("a rule of one's own")
+        return False
 
-    rule = Fails()
     with pytest.raises(RuntimeError, match="a rule of one's own"):
-        written(target, do_sample=False, stopping_criteria=StoppingCriteriaList([rule]))
-    assert rule.asked == 5, "asked once only"
+        written(target, stopping_criteria=[fails])
+    assert next(asked) == 6, "asked once only"
 
 
 def test_a_drafter_that_no_longer_fits_is_left_out(eagle, target):
-    plain = written(target, do_sample=False, assistant_model=None)
+    plain = written(target, assistant_model=None)
     eagle.generation_config.draft_top_k = 0
-    assert torch.equal(written(target, do_sample=False), plain)
+    assert torch.equal(written(target), plain)
     assert "draft_top_k" in eagle.stats.reason
 
 
-class Draws(LogitsProcessor):
+def draws(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """What our loop finds out while it writes."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores + torch.rand_like(scores)
+    return scores + torch.rand_like(scores)
 
 
-class Put(BaseStreamer):
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("kwargs", [{"use_cache": False}, {"logits_processor": [Draws()]}], ids=["route", "processor"])
+@pytest.mark.parametrize("kwargs", [{"use_cache": False}, {"logits_processor": [draws]}], ids=["route", "processor"])
 def test_a_loop_asked_for_by_name_leaves_the_text_to_plain_decoding_and_streams_it_once(eagle, target, kwargs):
     eagle.generation_config.speculation_loop = "own"
-    plain = written(target, do_sample=False, assistant_model=None, **kwargs)
-    streamer = Put()
-    assert torch.equal(written(target, do_sample=False, streamer=streamer, **kwargs), plain)
-    assert streamer.tokens == plain[0].tolist()
+    plain = written(target, assistant_model=None, **kwargs)
+    shown = Shown()
+    assert torch.equal(written(target, streamer=shown, **kwargs), plain)
+    assert shown.tokens == plain[0].tolist()
     assert eagle.stats.loop == "plain"
     assert eagle.stats.reason
 
 
 def test_copies_of_the_target_have_no_assistant(eagle, target):
     for twin in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
-        assert torch.equal(written(twin, do_sample=False), written(target, do_sample=False, assistant_model=None))
+        assert torch.equal(written(twin), written(target, assistant_model=None))
         assert eagle.stats is None

@@ -1,10 +1,12 @@
-"""Processors and criteria that draw random numbers, or return other scores than they were given: plain from the start.
+"""Processors, criteria and streamers of the caller's: they are asked and shown what plain decoding asks and shows them.
 
-None is asked twice what it has answered, and torch's generators go on as without a drafter.
+Each prefix of the text once, in order, and nothing behind its end. What only plain decoding can follow (they draw
+random numbers, return other scores, see a batch as one) is plain from the start.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +16,246 @@ import transformers as hf
 from torch import Tensor
 
 from eagle31_hf.errors import UnsupportedGenerationError
+from eagle31_hf.loop import choosing, survive
+from eagle31_hf.loop.decoder import SpeculativeDecoder
+from eagle31_hf.loop.round import Round
 from eagle31_hf.sampling import callers_code
-from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for, seeded, target_of
+from helpers import (
+    Shown,
+    assert_same_text,
+    configured,
+    drafter_of,
+    left_padded,
+    oracle_drafts,
+    prompts_for,
+    seeded,
+    target_of,
+    use_fixed_shapes_only,
+)
 from matrix import pairwise
 
-NEW_TOKENS = 18
+SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"draft_top_k": 2, "draft_tree_size": 15}}
+LOOPS = SHAPES | {f"{name} compiled": shape | {"acceleration": "compile"} for name, shape in SHAPES.items()}
+
+
+def prompts(rows: int = 1, seed: int = 0) -> dict[str, Tensor]:
+    return left_padded(prompts_for("llama", rows, seed=seed))
+
+
+def write(inputs: dict[str, Tensor], seed: int = 0, **kwargs: Any) -> Any:
+    with seeded(seed):
+        return target_of("llama").generate(**inputs, **{"max_new_tokens": 20, "pad_token_id": 0, **kwargs})
+
+
+def assert_plain(inputs: dict[str, Tensor], **how: Any) -> Tensor:
+    how = {"max_new_tokens": 20, "pad_token_id": 0, **how}
+    how["settings"] = {"num_assistant_tokens": 4, **how.get("settings", {})}
+    return assert_same_text(target_of("llama"), drafter_of("llama"), inputs, **how)
+
+
+# --- criteria ---------------------------------------------------------------------------------------------------------
+
+
+def by_row(ids: Tensor, _scores: Any, **_: Any) -> Any:
+    return ids[:, -1] % 9 == 0
+
+
+def first_row(ids: Tensor, _scores: Any, **_: Any) -> Any:
+    """As tutorials have it."""
+    return any(int(ids[0, -1]) == stop for stop in range(3, 96, 7))
+
+
+def any_row(ids: Tensor, _scores: Any, **_: Any) -> Any:
+    return torch.full((len(ids),), bool((ids[:, -1] % 9 == 0).any()))
+
+
+def all_rows(ids: Tensor, _scores: Any, **_: Any) -> Any:
+    return bool((ids[:, -1] % 2 == 0).all())
+
+
+def by_text(ids: Tensor, _scores: Any, **_: Any) -> Any:
+    texts = [" ".join(map(str, row)) for row in ids[:, -3:].tolist()]
+    return torch.tensor(["7" in text and "1" in text for text in texts])
+
+
+class Calls(hf.StoppingCriteria):
+    """A budget of steps."""
+
+    def __init__(self) -> None:
+        self.left = 9
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        return torch.full((len(input_ids),), self.left <= 0)
+
+
+class Clock(Calls):
+    """Says when its time is over, of which each look takes some; a plain bool."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.left -= 1.3  # type: ignore[assignment]
+        return self.left <= 0
+
+
+class LikeEos(hf.EosTokenCriteria):
+    """Rows that it ends are padded, too."""
+
+
+class Shorter(hf.MaxLengthCriteria):
+    """Known to nobody by its type."""
+
+
+OF_TRANSFORMERS = ("none", "EosTokenCriteria")
+CRITERIA: dict[str, Callable[[], list[Any]]] = {
+    **{rule.__name__: lambda rule=rule: [rule] for rule in (by_row, first_row, any_row, all_rows, by_text)},
+    **{kind.__name__: lambda kind=kind: [kind()] for kind in (Calls, Clock)},
+    "Shorter": lambda: [Shorter(max_length=30)],
+    "LikeEos": lambda: [LikeEos(list(range(3, 96, 5)))],
+    "EosTokenCriteria": lambda: [hf.EosTokenCriteria([3, 8, 13, 18, 23, 28])],
+    "none": lambda: [],
+}  # fmt: skip
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("kind", "rows", "do_sample", "streams"), pairwise([*CRITERIA], (1, 2, 3, 4), (False, True), (False, True))
+)
+def test_texts_end_and_are_shown_as_in_plain_decoding(kind: str, rows: int, do_sample: bool, streams: bool) -> None:
+    shown: list[Shown] = []
+
+    def fresh() -> dict[str, Any]:
+        shown.append(Shown())
+        return {"stopping_criteria": CRITERIA[kind](), **({"streamer": shown[-1]} if streams else {})}
+
+    is_own = rows == 1 or (kind in OF_TRANSFORMERS and not streams)
+    why = "" if is_own else "Shown" if kind in OF_TRANSFORMERS else kind
+    for seed in range(3):
+        inputs = prompts(rows, seed)
+        how: dict[str, Any] = {"seed": 5, "do_sample": do_sample}
+        free = write(inputs, **how)  # drafts go on behind the text's end
+        text = assert_plain(inputs, loop="own" if is_own else "plain", why=why, truth=free, right=4, fresh=fresh, **how)
+        plains, ours = shown[-2:]
+        assert (ours.tokens, ours.blocks[-1:]) == (plains.tokens, plains.blocks[-1:])
+        assert is_own or ours.blocks == plains.blocks, "all rows at once"
+        new, ends = text[:, inputs["input_ids"].shape[1] :].tolist(), set(range(3, 96, 5))
+        ends = {"EosTokenCriteria": {3, 8, 13, 18, 23, 28}, "LikeEos": ends}.get(kind, set())
+        written = [next((at + 1 for at, token in enumerate(row) if token in ends), len(row)) for row in new]
+        assert drafter_of("llama").stats.new_tokens == sum(written), "pads are no new tokens"
+
+
+# --- processors that keep state ---------------------------------------------------------------------------------------
+
+
+class Strict(hf.LogitsProcessor):
+    """Keeps a sum over the tokens it has seen, likes what that says, and refuses to be shown anything but the next."""
+
+    def __init__(self, ends: Any = ()):
+        self.seen: list[int] = []
+        self.ends = set(ends)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ids = input_ids[0].tolist()
+        assert not self.seen or (ids[:-1] == self.seen and ids[-1] not in self.ends), "not the next prefix"
+        self.seen = ids
+        liked = sum(ids) % scores.shape[1]
+        return scores.index_add(1, torch.tensor([liked]), torch.full((1, 1), 3.0))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("shape", LOOPS)
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_processor_is_shown_each_prefix_once_and_nothing_behind_the_end(
+    shape: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where drafts hit the end of sequence or the length limit and go on."""
+    use_fixed_shapes_only(monkeypatch)
+    inputs, how = prompts(), {"do_sample": do_sample, "max_new_tokens": 30}
+    length = inputs["input_ids"].shape[1]
+    free = write(inputs, logits_processor=[Strict()], **how)
+    limits: list[dict[str, Any]] = [{}, {"eos_token_id": int(free[0, length + 9])}, {"max_new_tokens": 9}]
+    for depth, limit in itertools.product((6, 1), limits):
+        shown, ends = list[Strict](), [limit.get("eos_token_id")]
+
+        def fresh(shown: list[Strict] = shown, ends: list[Any] = ends) -> dict[str, Any]:
+            shown.append(Strict(ends))
+            return {"logits_processor": [shown[-1]]}
+
+        settings = LOOPS[shape] | {"num_assistant_tokens": depth}
+        text = assert_plain(inputs, truth=free, right=depth, fresh=fresh, settings=settings, **how | limit)
+        assert drafter_of("llama").stats.accepted > 3
+        assert [each.seen for each in shown] == [text[0, :-1].tolist()] * 2, "the last token's prefix is the last one"
+
+
+@pytest.mark.contract
+def test_a_function_of_the_users_is_called_as_plain_decoding_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prefix_allowed_tokens_fn` may keep state by row; rows take turns differently, each sees its own text alone."""
+    use_fixed_shapes_only(monkeypatch)
+    calls: list[dict[int, list[int]]] = []
+
+    def fresh() -> dict[str, Any]:
+        log: dict[int, list[int]] = {}
+        calls.append(log)
+
+        def allowed(row: int, ids: Tensor) -> list[int]:
+            log.setdefault(row, []).append(len(ids))
+            return list(range(len(log[row]) % 3, 96, 3))
+
+        return {"prefix_allowed_tokens_fn": allowed}
+
+    for settings in LOOPS.values():
+        assert_plain(prompts(3), oracle=0, fresh=fresh, settings=settings, do_sample=False)
+        assert calls[-1] == calls[-2]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("shape", LOOPS)
+def test_one_row_of_guidance_is_drafted_for(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own forward passes and cache follow the text; several rows share one cache and are left to plain decoding."""
+    use_fixed_shapes_only(monkeypatch)
+    assert_plain(prompts(), oracle=0, settings=LOOPS[shape], guidance_scale=1.5, do_sample=False)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.thorough(every=2)
+def test_nothing_is_shown_twice_where_memory_runs_out(
+    shape: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round is judged again with fewer drafts, and what was said of its prefixes the first time holds."""
+    inputs, how = prompts(), {"do_sample": do_sample, "top_k": None, "max_new_tokens": 30}
+    faults = (
+        (Round, "accept"),
+        (SpeculativeDecoder, "choose_first"),
+        (choosing, "choose" if do_sample else "argmax"),
+        (hf.TopKLogitsWarper, "__call__"),
+    )
+    monkeypatch.setattr(survive, "give_back_memory", lambda _device: None)  # collects garbage, for long
+    for (owner, name), seed in itertools.product(faults, range(4 if do_sample else 1)):
+        shown, calls, function = Strict(), itertools.count(1), getattr(owner, name)
+        plain = write(inputs, seed, logits_processor=[Strict(), hf.TopKLogitsWarper(2)], **how)
+
+        def failing(*args: Any, calls: Any = calls, function: Any = function) -> Any:
+            result = function(*args)
+            if next(calls) in (1, 4):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return result
+
+        with (
+            configured(drafter_of("llama"), num_assistant_tokens=5, **SHAPES[shape]) as eagle,
+            oracle_drafts(plain, inputs["input_ids"].shape[1], right=5),
+            monkeypatch.context() as patched,
+        ):
+            patched.setattr(owner, name, failing)
+            text = write(
+                inputs, seed, assistant_model=eagle, logits_processor=[shown, hf.TopKLogitsWarper(2)], **how
+            )  # fmt: skip
+        assert eagle.stats.memory_steps, name
+        assert shown.seen == text[0, :-1].tolist(), name
+        assert torch.equal(text, plain), name
+
+
+# --- code that draws, or returns other scores -------------------------------------------------------------------------
 
 
 class Jitter(hf.LogitsProcessor):
@@ -79,7 +316,6 @@ def allowing(first: int) -> Callable[[int, Tensor], list[int]]:
     return function
 
 
-FIRST = (1, 2, 7)
 CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "processor": lambda first: {"logits_processor": [Jitter(first)]},
     "behind one that counts": lambda first: {"logits_processor": [Counting(), Jitter(first)]},
@@ -91,56 +327,36 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "fewer columns": lambda first: {"logits_processor": [Other(lambda scores: scores[:, :90], first)]},
     "double": lambda first: {"logits_processor": [Other(lambda scores: scores.double() * 1.7, first)]},
 }  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"draft_top_k": 2, "draft_tree_size": 15}}
 
 
-class Blocks(hf.generation.streamers.BaseStreamer):
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.ended = 0
-
-    def put(self, value: Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended += 1
-
-
-def write(inputs: dict[str, Tensor], seed: int, **kwargs: Any) -> tuple[Any, Tensor]:
-    kwargs = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0} | kwargs
-    with seeded(seed):
-        return target_of("llama").generate(**inputs, **kwargs), torch.get_rng_state()
+def can_be_followed(case: str, first: int, *_: Any) -> bool:
+    """A criterion may draw behind drafts that a processor was shown already."""
+    return case != "criterion, a processor counts" or first == 1
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize(
     ("case", "first", "shape", "do_sample", "eos"),
-    pairwise([*CASES], FIRST, [*SHAPES], (False, True), (False, True)),
+    pairwise([*CASES], (1, 2, 7), [*SHAPES], (False, True), (False, True), allowed=can_be_followed),
 )
-def test_one_text(case: str, first: int, shape: str, do_sample: bool, eos: bool) -> None:
+def test_what_only_plain_decoding_can_follow(case: str, first: int, shape: str, do_sample: bool, eos: bool) -> None:
+    """None is asked twice what it has answered."""
+    shown: list[Shown] = []
+
+    def fresh() -> dict[str, Any]:
+        shown.append(Shown())
+        return {**CASES[case](first), "streamer": shown[-1]}
+
+    how: dict[str, Any] = {"do_sample": do_sample, "output_scores": True, "return_dict_in_generate": True}
+    how["eos_token_id"] = [17, 60, 61, 62] if eos else None
     for seed in range(3):
-        inputs = left_padded(prompts_for("llama", 1, seed=seed))
-        how: dict[str, Any] = {"do_sample": do_sample, "output_scores": True, "return_dict_in_generate": True}
-        how["eos_token_id"] = [17, 60, 61, 62] if eos else None
-        plain, state = write(inputs, seed, **how, **CASES[case](first))
-        blocks = Blocks()
-        with (
-            configured(drafter_of("llama"), num_assistant_tokens=4, **SHAPES[shape]) as drafter,
-            oracle_drafts(plain.sequences, inputs["input_ids"].shape[1], right=4),
-        ):
-            ours, our_state = write(inputs, seed, **how, **CASES[case](first), streamer=blocks, assistant_model=drafter)
-        stats = drafter.stats
-        assert stats is not None
-        if stats.fallbacks:  # a criterion drew behind drafts that a processor had been shown already
-            assert case == "criterion, a processor counts"
-            assert first > 1
-            continue
-        assert torch.equal(plain.sequences, ours.sequences), seed
-        assert torch.equal(state, our_state)
-        assert (blocks.tokens, blocks.ended) == (plain.sequences[0].tolist(), 1)
-        assert len(plain.scores) == len(ours.scores) == stats.new_tokens
-        for one, other in zip(plain.scores, ours.scores, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+        assert_plain(
+            prompts(seed=seed), seed=seed, loop=None, right=4, settings=SHAPES[shape], fresh=fresh, **how
+        )  # fmt: skip
+        assert shown[-1].tokens == shown[-2].tokens
+        assert shown[-1].blocks.count("end") == 1
+        stats = drafter_of("llama").stats
+        assert stats.fallbacks == []
         if stats.new_tokens >= max(first, 2):
             assert stats.loop == "plain"
             assert "draws" in stats.reason or "returns" in stats.reason
@@ -150,46 +366,40 @@ def test_one_text(case: str, first: int, shape: str, do_sample: bool, eos: bool)
 @pytest.mark.parametrize(
     ("case", "rows", "do_sample"), pairwise(["processor", "criterion", "function"], (2, 3), (False, True))
 )
-def test_batches(case: str, rows: int, do_sample: bool) -> None:
-    inputs = left_padded(prompts_for("llama", rows))
-    plain, state = write(inputs, 3, do_sample=do_sample, **CASES[case](1))
-    ours, our_state = write(inputs, 3, do_sample=do_sample, assistant_model=drafter_of("llama"), **CASES[case](1))
-    assert torch.equal(plain, ours)
-    assert torch.equal(state, our_state)
-    stats = drafter_of("llama").stats
-    assert stats is not None
-    assert stats.loop == "plain"
+def test_batches_that_only_plain_decoding_can_follow(case: str, rows: int, do_sample: bool) -> None:
+    assert_plain(prompts(rows), seed=3, loop="plain", fresh=lambda: CASES[case](1), do_sample=do_sample)
 
 
+@pytest.mark.parametrize(("case", "rows"), [("function", 3), ("criterion, a processor counts", 1)])
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_a_batch_that_cannot_be_followed_any_more_says_so(do_sample: bool) -> None:
-    """Rows of a batch are at unlike places once a text has begun."""
-    inputs = left_padded(prompts_for("llama", 3))
-    write(inputs, 3, do_sample=do_sample, assistant_model=drafter_of("llama"), **CASES["function"](4))
-    stats = drafter_of("llama").stats
-    assert stats is not None
-    assert any("took random numbers" in why for why in stats.fallbacks)
+def test_what_cannot_be_followed_any_more_is_said(case: str, rows: int, do_sample: bool) -> None:
+    """Rows of a batch are at unlike places once a text has begun; a processor may have been shown drafts."""
+    inputs = prompts(rows)
+    free = write(inputs, 3, do_sample=do_sample, logits_processor=[Counting()] if rows == 1 else None)
+    drafts = oracle_drafts(free, inputs["input_ids"].shape[1], right=4)
+    with configured(drafter_of("llama"), num_assistant_tokens=4) as drafter, drafts:
+        write(inputs, 3, do_sample=do_sample, assistant_model=drafter, **CASES[case](4))
+    assert any("took random numbers" in why for why in drafter.stats.fallbacks)
 
 
 def test_our_loop_asked_for_by_name_says_what_it_has_met() -> None:
-    inputs = left_padded(prompts_for("llama", 1))
     with (
         configured(drafter_of("llama"), speculation_loop="own") as drafter,
         pytest.raises(UnsupportedGenerationError, match=r"speculation_loop='own'.*Jitter draws"),
     ):
-        write(inputs, 3, assistant_model=drafter, **CASES["processor"](3))
+        write(prompts(), assistant_model=drafter, **CASES["processor"](3))
 
 
 def test_a_carried_cache_is_left_as_it_was_and_then_filled() -> None:
-    inputs, caches = left_padded(prompts_for("llama", 1)), []
-    for assistant in (None, drafter_of("llama")):
-        cache = hf.DynamicCache(config=target_of("llama").config)
-        kwargs = {"past_key_values": cache, "return_dict_in_generate": True, "do_sample": True}
-        text, _ = write(inputs, 3, assistant_model=assistant, **kwargs, **CASES["processor"](5))
-        caches.append((text.sequences, cache.layers[0].keys))
-    (plain, keys), (ours, our_keys) = caches
-    assert torch.equal(plain, ours)
-    torch.testing.assert_close(keys, our_keys)
+    caches: list[Any] = []
+
+    def fresh() -> dict[str, Any]:
+        caches.append(hf.DynamicCache(config=target_of("llama").config))
+        return {"past_key_values": caches[-1], **CASES["processor"](5)}
+
+    assert_plain(prompts(), seed=3, loop="plain", fresh=fresh, return_dict_in_generate=True, do_sample=True)
+    plain, ours = (cache.layers[0].keys for cache in caches)
+    torch.testing.assert_close(plain, ours)
 
 
 def test_the_generator_of_the_device_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,3 +416,36 @@ def test_the_generator_of_the_device_is_looked_at_too(monkeypatch: pytest.Monkey
         assert answer.after is not None
         assert set(answer.after) == set(states)
     assert code.has_drawn
+
+
+# --- code that fails --------------------------------------------------------------------------------------------------
+
+
+class OutOfTheCallersMemory(hf.LogitsProcessor, hf.StoppingCriteria):
+    """A processor or criterion that asks for more memory than there is, the third time it is called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == 3:
+            raise torch.OutOfMemoryError("the caller's own")
+        return scores if isinstance(scores, Tensor) else torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("where", ["logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"])
+def test_memory_that_the_callers_code_runs_out_of_is_not_the_targets(where: str) -> None:
+    code, drafter = OutOfTheCallersMemory(), drafter_of("llama")
+    given: Any = [code]
+    if where == "prefix_allowed_tokens_fn":
+
+        def given(row: int, ids: Tensor) -> list[int]:
+            code(ids, ids)
+            return list(range(96))
+
+    with pytest.raises(torch.OutOfMemoryError, match="the caller's own"):
+        write(prompts(), assistant_model=drafter, do_sample=False, **{where: given})
+    assert code.calls == 3, "it is not asked again"
+    assert drafter.stats.memory_steps == {}
+    assert_plain(prompts(), do_sample=False)

@@ -27,34 +27,22 @@ def test_number_of_assistant_tokens_is_honoured() -> None:
 
 def test_transformers_default_is_honoured_where_it_is_asked_for() -> None:
     """20 draft tokens, which `generate` fills in where nothing is set."""
-    drafter = drafter_of("llama")
-    for how in ({"num_assistant_tokens": 20}, {"generation_config": hf.GenerationConfig(num_assistant_tokens=20)}):
-        greedy("llama", one(), assistant_model=drafter, max_new_tokens=40, **how)
-        assert len(stats_of().drafted_at) == 20
-    with configured(drafter, num_assistant_tokens=3):
-        greedy("llama", one(), assistant_model=drafter, max_new_tokens=40)
-        assert len(stats_of().drafted_at) == 3
-        settings = hf.GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=40)
-        drafter.binding.model.generate(**one(), generation_config=settings, assistant_model=drafter)
-        assert len(stats_of().drafted_at) == 3
+    drafter, unset = drafter_of("llama"), hf.GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=40)
+    asked = hf.GenerationConfig(num_assistant_tokens=20)
+    for how, length in (
+        ({"num_assistant_tokens": 20}, 20), ({"generation_config": asked}, 20),
+        ({}, 3), ({"generation_config": unset}, 3),
+    ):  # fmt: skip
+        with configured(drafter, num_assistant_tokens=3):
+            greedy("llama", one(), assistant_model=drafter, max_new_tokens=40, **how)
+        assert len(stats_of().drafted_at) == length
 
 
-def test_trees_have_the_size_asked_for() -> None:
-    with configured(drafter_of("llama"), num_assistant_tokens=3, draft_top_k=3, draft_tree_size=9) as drafter:
-        greedy("llama", one(), assistant_model=drafter, max_new_tokens=8)
-        assert stats_of().drafted <= 8 * stats_of().rounds
-        assert stats_of().drafted > 3 * stats_of().rounds, "more than a chain"
-
-
-def test_a_trees_size_alone_asks_for_a_tree_and_contradicts_a_chain() -> None:
-    with configured(drafter_of("llama"), num_assistant_tokens=3, draft_tree_size=7) as drafter:
-        greedy("llama", one(), assistant_model=drafter, max_new_tokens=8)
-        assert 3 * stats_of().rounds < stats_of().drafted <= 6 * stats_of().rounds
-    with (
-        configured(drafter_of("llama"), draft_top_k=1, draft_tree_size=7) as drafter,
-        pytest.raises(ConfigurationError, match="draft_tree_size is 7 and draft_top_k 1"),
-    ):
-        greedy("llama", one(), assistant_model=drafter)
+def test_trees_have_the_size_asked_for_which_alone_asks_for_a_tree() -> None:
+    for size, fields in ((9, {"draft_top_k": 3}), (7, {})):
+        with configured(drafter_of("llama"), num_assistant_tokens=3, draft_tree_size=size, **fields) as drafter:
+            greedy("llama", one(), assistant_model=drafter, max_new_tokens=8)
+        assert 3 * stats_of().rounds < stats_of().drafted <= (size - 1) * stats_of().rounds, "more than a chain"
 
 
 @pytest.mark.parametrize(
@@ -72,6 +60,18 @@ def test_settings_that_make_no_sense(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"draft_top_k": 1, "draft_tree_size": 7}, "draft_tree_size is 7 and draft_top_k 1"),
+        ({"speculation_loop": "stock"}, "speculation_loop stock went in 0.2.0: leave it at 'auto'"),
+    ],
+)
+def test_settings_that_contradict_each_other_or_went(fields: dict[str, Any], said: str) -> None:
+    with configured(drafter_of("llama"), **fields) as drafter, pytest.raises(ConfigurationError, match=said):
+        greedy("llama", one(), assistant_model=drafter)
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [("num_assistant_tokens", -1), ("num_assistant_tokens", "x"), ("prefill_chunk_size", 0), ("dola_layers", "high")],
 )
@@ -83,33 +83,17 @@ def test_settings_of_a_call_that_make_no_sense(field: str, value: Any) -> None:
 
 def test_fields_that_nothing_would_read_are_refused_by_name() -> None:
     config = drafter_of("llama").generation_config
+    for made in (lambda: Eagle31GenerationConfig(zebra=1), lambda: setattr(config, "zebra", 4)):
+        with pytest.raises(ConfigurationError, match=r"'zebra'.*our own are draft_top_k"):
+            made()
     with pytest.raises(ConfigurationError, match=r"'draft_topk'.*draft_top_k"):
         config.draft_topk = 4
-    with pytest.raises(ConfigurationError, match=r"'zebra'.*our own are draft_top_k"):
-        Eagle31GenerationConfig(zebra=1)
     assert not hasattr(config, "draft_topk")
+    for made in (lambda: Eagle31GenerationConfig(draft_length_bounds=(1, 8)),
+                 lambda: setattr(config, "draft_length_bounds", (1, 8))):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=r"draft_length_bounds went in 0\.2\.0: "):
+            made()
     twin = copy.deepcopy(config)
     twin.temperature = 0.5
+    assert isinstance(twin, hf.GenerationConfig)
     assert Eagle31GenerationConfig.from_dict(twin.to_dict()).to_dict() == twin.to_dict()
-
-
-def test_a_loop_that_went_says_what_to_do() -> None:
-    with (
-        configured(drafter_of("llama"), speculation_loop="stock") as drafter,
-        pytest.raises(ConfigurationError, match=r"speculation_loop stock went in 0.2.0: leave it at 'auto'"),
-    ):
-        greedy("llama", one(), assistant_model=drafter)
-
-
-def test_settings_are_a_generation_config() -> None:
-    config = Eagle31GenerationConfig(num_assistant_tokens=5, draft_top_k=4)
-    assert isinstance(config, hf.GenerationConfig)
-    assert (config.num_assistant_tokens, config.draft_top_k) == (5, 4)
-    config.check()
-
-
-def test_a_field_that_went_is_answered_with_what_to_do_instead() -> None:
-    for given in (lambda: Eagle31GenerationConfig(draft_length_bounds=(1, 8)),
-                  lambda: setattr(Eagle31GenerationConfig(), "draft_length_bounds", (1, 8))):  # fmt: skip
-        with pytest.raises(ConfigurationError, match=r"draft_length_bounds went in 0\.2\.0: "):
-            given()

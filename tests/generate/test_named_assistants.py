@@ -17,7 +17,17 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import target_path as demo_target_path
 from eagle31_hf.errors import CheckpointNotFoundError, IncompatibleTargetError, UnsupportedGenerationError
 from eagle31_hf.generate.hooks import KEPT_AT
-from helpers import CONFIGS, DEMO_DRAFTER, demo_tokenizer, left_padded, prompts_for, random_drafter, random_target
+from helpers import (
+    CONFIGS,
+    DEMO_DRAFTER,
+    demo_tokenizer,
+    drafter_of,
+    left_padded,
+    prompts_for,
+    random_drafter,
+    random_target,
+    target_of,
+)
 
 pytestmark = pytest.mark.contract
 
@@ -67,23 +77,31 @@ def test_names_of_other_things_say_what_to_do(target: Any, tmp_path: Path) -> No
         write(target, assistant_model=str(DEMO_DRAFTER))
 
 
-def test_pipeline_takes_the_name_of_a_drafter() -> None:
-    target = hf.AutoModelForCausalLM.from_pretrained(DEMO_DRAFTER.parent / "demo-target", dtype=torch.float32).eval()
-    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_full_text": False}
-    chat = [{"role": "user", "content": "How many legs do seven spiders have?"}]
-    plain = hf.pipeline("text-generation", model=target, tokenizer=demo_tokenizer())(chat, **settings)
-    eagle = hf.pipeline("text-generation", model=target, tokenizer=demo_tokenizer(), assistant_model=str(DEMO_DRAFTER))
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("by_name", [False, True], ids=["drafter", "name"])
+def test_a_pipeline_drafts(by_name: bool, batch_size: int) -> None:
+    model, tokenizer = target_of("demo-target"), demo_tokenizer()
+    assistant = str(DEMO_DRAFTER) if by_name else drafter_of("demo-target")
+    texts = ["How many legs do seven spiders have?", "I need a table for two", "Play some jazz."]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "batch_size": batch_size}
+    plain = hf.pipeline("text-generation", model=model, tokenizer=tokenizer)(chats, **settings)
+    eagle = hf.pipeline("text-generation", model=model, tokenizer=tokenizer, assistant_model=assistant)
     assert isinstance(eagle.assistant_model, Eagle31Drafter)
-    assert eagle(chat, **settings) == plain
+    assert eagle(chats, **settings) == plain
+    assert eagle(chats[0], **settings) == plain[0]
+    assert eagle.assistant_model.stats.loop == "own"
     assert eagle.assistant_model.stats.accepted > 0
+    if by_name:  # the target is that of other tests, too
+        vars(model).pop(KEPT_AT)[assistant].detach()
 
 
 def test_pipeline_leaves_other_assistants_to_transformers(tmp_path: Path) -> None:
-    target = hf.AutoModelForCausalLM.from_pretrained(DEMO_DRAFTER.parent / "demo-target", dtype=torch.float32).eval()
-    target.save_pretrained(tmp_path)
+    model = target_of("demo-target")
+    model.save_pretrained(tmp_path)
     demo_tokenizer().save_pretrained(tmp_path)
-    eagle = hf.pipeline("text-generation", model=target, tokenizer=demo_tokenizer(), assistant_model=str(tmp_path))
-    assert type(eagle.assistant_model) is type(target)
+    eagle = hf.pipeline("text-generation", model=model, tokenizer=demo_tokenizer(), assistant_model=str(tmp_path))
+    assert type(eagle.assistant_model) is type(model)
 
 
 BY_NAME_ALONE = """

@@ -65,7 +65,11 @@ def _defaulting(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def generate(self, *args, **kwargs):
         assistant = vars(self).get(DEFAULT_AT, {}).get("assistant")
-        if assistant is None or len(args) > place or _chooses_otherwise(self, args, kwargs):
+        asks = functools.partial(_setting, model=self, args=args, kwargs=kwargs)
+        if assistant is None or len(args) > place or "assistant_model" in kwargs or any(map(asks, OTHER_DRAFTS)):
+            return stock(self, *args, **kwargs)
+        if asks("num_beams") not in (None, 1):  # transformers would warn of an assistant that the call has not named
+            assistant.stats = SpeculationStats(loop="plain", reason="beam search takes no drafts")
             return stock(self, *args, **kwargs)
         outer, _default_call.has_begun = getattr(_default_call, "has_begun", None), False
         try:
@@ -81,11 +85,11 @@ def _defaulting(stock: Callable) -> Callable:
     return generate
 
 
-def _chooses_otherwise(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a call says by itself who drafts for it, if anything does."""
+def _setting(name: str, model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a call asks for by its arguments, its `generation_config` or the model's; `None` if by none of them."""
     config = kwargs.get("generation_config") or next((arg for arg in args if isinstance(arg, GenerationConfig)), None)
-    settings = kwargs, vars(config or model.generation_config)
-    return "assistant_model" in kwargs or any(of.get(name) is not None for of in settings for name in OTHER_DRAFTS)
+    settings = kwargs, {} if config is None else vars(config), vars(model.generation_config)
+    return next((each[name] for each in settings if each.get(name) is not None), None)
 
 
 def _dispatching(stock: Callable) -> Callable:
