@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from eagle31_hf.cache import graph_sizes
-from eagle31_hf.drafting import planner
-from eagle31_hf.graphs import captured
 from eagle31_hf.graphs.captured import Recording
-from eagle31_hf.loop import kept_graphs
 
 
 class Recorder:
@@ -51,14 +46,3 @@ def record_operations(run: Callable[[], Sequence[Tensor]]) -> Recording:
                 output.copy_(fresh)
 
     return Recording(replay, outputs)
-
-
-def record_steps(monkeypatch: pytest.MonkeyPatch, *, gives_up: bool = True) -> Recorder:
-    """Let a CPU capture, early in a text and for short rows; `gives_up`: drafts in vain are still given up."""
-    made = Recorder()
-    monkeypatch.setitem(captured.CAPTURES, "cpu", made)
-    monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10)
-    monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 128)
-    if not gives_up:
-        monkeypatch.setattr(planner, "VAIN_ROUNDS", 1000)
-    return made

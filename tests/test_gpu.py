@@ -60,10 +60,14 @@ def _greedy(drafter: Eagle31Drafter, inputs: dict[str, Tensor], **arguments: Any
     return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, **arguments)
 
 
-def _with_drafts(drafter: Eagle31Drafter, inputs: dict[str, Tensor], plain: Tensor, **fields: Any) -> Tensor:
-    """The text with drafts that are right for a while."""
+def _with_drafts(
+    drafter: Eagle31Drafter, inputs: dict[str, Tensor], plain: Tensor, how: dict[str, Any] | None = None, **fields: Any
+) -> Tensor:
+    """The text by our own loop, with drafts that are right for a while."""
     with configured(drafter, **fields), oracle_drafts(plain, inputs["input_ids"].shape[1]):
-        return _greedy(drafter, inputs, assistant_model=drafter)
+        ours = _greedy(drafter, inputs, assistant_model=drafter, **how or {})
+    assert drafter.stats.loop == "own"
+    return ours
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -71,43 +75,22 @@ def _with_drafts(drafter: Eagle31Drafter, inputs: dict[str, Tensor], plain: Tens
 
 @devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "mistral"])  # full layers, windows
-def test_every_loop_writes_the_plain_text(family: str, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [("llama", {}), ("mistral", {}), ("llama", {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3})],
+    ids=["full layers", "windows", "trees judged going down, with a wait per level"],
+)
+def test_our_loop_writes_the_plain_text(family: str, how: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+    if how and dtype == torch.bfloat16:
+        pytest.skip("a tie is found by scores that no processor has changed")
     drafter = _pair(family, device, dtype)
-    for rows in (1, 3):
-        inputs = _inputs(rows, device, seed=rows)
-        plain = _greedy(drafter, inputs)
-        for fields in SHAPES.values():
-            ours = _with_drafts(drafter, inputs, plain, **fields)
-            assert drafter.stats is not None
-            assert drafter.stats.loop == fields["speculation_loop"]
-            ties = assert_same_or_tie(drafter.binding.model, plain, ours, inputs["attention_mask"])
-            assert ties == 0 or dtype == torch.bfloat16
-
-
-@devices
-def test_processors_of_prefixes_write_the_plain_text(device: str) -> None:
-    """Trees are judged going down then, with a wait per level."""
-    drafter = _pair("llama", device)
-    how = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
     for rows in (1, 3):
         inputs = _inputs(rows, device, seed=rows)
         plain = _greedy(drafter, inputs, **how)
         for fields in SHAPES.values():
-            with configured(drafter, **fields), oracle_drafts(plain, inputs["input_ids"].shape[1]):
-                assert torch.equal(_greedy(drafter, inputs, assistant_model=drafter, **how), plain)
-            assert drafter.stats is not None
-            assert drafter.stats.loop == "own"
-
-
-@devices
-def test_a_static_cache_is_left_to_plain_decoding(device: str) -> None:
-    drafter = _pair("llama", device)
-    inputs = _inputs(1, device)
-    how = {"cache_implementation": "static", "disable_compile": True}
-    assert torch.equal(_greedy(drafter, inputs, assistant_model=drafter, **how), _greedy(drafter, inputs, **how))
-    assert drafter.stats is not None
-    assert "StaticCache" in drafter.stats.reason
+            ours = _with_drafts(drafter, inputs, plain, how, **fields)
+            ties = assert_same_or_tie(drafter.binding.model, plain, ours, inputs["attention_mask"])
+            assert ties == 0 or dtype == torch.bfloat16
 
 
 @devices
@@ -117,7 +100,6 @@ def test_a_cache_in_eight_bits_reads_the_same_with_drafts(device: str) -> None:
     with configured(drafter, cache_type="int8", **CHAIN):
         with oracle_drafts(_greedy(drafter, inputs), inputs["input_ids"].shape[1], right=0):
             truth = _greedy(drafter, inputs, assistant_model=drafter)
-        assert drafter.stats is not None
         assert drafter.stats.cache_type == "int8"
     for fields in SHAPES.values():
         assert torch.equal(_with_drafts(drafter, inputs, truth, cache_type="int8", **fields), truth)
@@ -170,7 +152,6 @@ def test_compiled_steps_write_the_plain_text(shape: str, device: str, monkeypatc
         plain = _greedy(drafter, inputs)
         for _ in range(2):  # made, then replayed
             ours = _with_drafts(drafter, inputs, plain, acceleration="compile", **SHAPES[shape])
-            assert drafter.stats is not None
             assert drafter.stats.fallbacks == []
             model = drafter.binding.model
             assert assert_same_or_tie(model, plain, ours, inputs["attention_mask"]) == 0
@@ -202,7 +183,6 @@ def test_captured_steps_write_the_plain_text(family: str, shape: str, rows: int)
             inputs = _inputs(rows, "cuda", seed)
             plain = _greedy(drafter, inputs)
             assert torch.equal(_with_drafts(drafter, inputs, plain, **SHAPES[shape]), plain)
-            assert drafter.stats is not None
             assert drafter.stats.fallbacks == []
     assert recorded
 
@@ -278,7 +258,6 @@ def test_too_little_memory_costs_steps_and_not_the_text(device: str) -> None:
         peak = meter.peak(lambda: _greedy(drafter, inputs, assistant_model=drafter))
         with _scarce(device, int(0.6 * peak)):
             ours = _greedy(drafter, inputs, assistant_model=drafter)
-        assert drafter.stats is not None
         assert drafter.stats.memory_steps
         again = _greedy(drafter, inputs, assistant_model=drafter)
         assert not drafter.stats.memory_steps, "the next call starts as configured"

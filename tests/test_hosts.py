@@ -1,19 +1,17 @@
 """Libraries that call `generate` by themselves draft after `use_by_default`: the same results in fewer target passes.
 
-Stand-ins call it as the libraries do, with their arguments and their stopping criteria, so that the packages need not
+Stand-ins call it as libraries do, with their arguments and their stopping criteria, so that the packages need not
 be there; `examples/hosts` has the libraries themselves, and what is installed of them runs here, too.
 """
 
 from __future__ import annotations
 
-import copy
 import os
-import queue
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -101,7 +99,7 @@ def evaluation(model, rows=1, **sampling):
 # --- as TRL's GRPOTrainer does ----------------------------------------------------------------------------------------
 
 
-def training(model, **more):
+def training(model):
     """Between two calls the weights change where they lie."""
     begun = {name: weights.clone() for name, weights in model.state_dict().items()}
     tokenizer = demo_tokenizer()
@@ -116,7 +114,7 @@ def training(model, **more):
         for chats in ([CONVERSATIONS[1]] * 2 + [CONVERSATIONS[4]] * 2, CONVERSATIONS[:4], CONVERSATIONS[:4]):
             inputs = batch_of(chats)
             with torch.no_grad():
-                written = model.generate(**inputs, generation_config=settings, **more)
+                written = model.generate(**inputs, generation_config=settings)
             yield written.tolist()
             model(input_ids=written, labels=written).loss.backward()
             optimizer.step()
@@ -124,64 +122,6 @@ def training(model, **more):
     finally:
         model.eval()
         model.load_state_dict(begun)
-
-
-# --- as `transformers serve` does -------------------------------------------------------------------------------------
-
-
-class Queued:
-    """As `DirectStreamer`: one row's tokens, put on a queue."""
-
-    def __init__(self):
-        self.pieces, self._prompt = queue.Queue(), True
-
-    def put(self, value):
-        for token in [] if self._prompt else value.tolist() if value.dim() == 1 else value[0].tolist():
-            self.pieces.put(token)
-        self._prompt = False
-
-    def end(self):
-        self.pieces.put(None)
-
-
-def in_a_thread(call, **kwargs):
-    """What it raises there is raised here."""
-    failures = []
-
-    def run():
-        try:
-            call(**kwargs)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(timeout=120)
-    assert not thread.is_alive()
-    if failures:
-        raise failures[0]
-
-
-def server(model):
-    for sampled in (False, True):
-        config = copy.deepcopy(model.generation_config)
-        config.max_new_tokens, config.do_sample = 40, sampled
-        streamer = Queued()
-        torch.manual_seed(5)
-        inputs = batch_of(CONVERSATIONS[:1])
-        in_a_thread(model.generate, **inputs, streamer=streamer, generation_config=config, tokenizer=demo_tokenizer())
-        yield list(iter(streamer.pieces.get_nowait, None))
-
-
-# --- as a text-generation pipeline does -------------------------------------------------------------------------------
-
-
-def pipeline(model):
-    config = copy.deepcopy(model.generation_config)
-    config.max_new_tokens, config.pad_token_id = 256, demo_tokenizer().pad_token_id
-    for settings in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "num_return_sequences": 2}):
-        inputs = batch_of(CONVERSATIONS)
-        yield model.generate(**inputs, generation_config=config, max_new_tokens=24, **settings).tolist()
 
 
 # --- as smolagents' TransformersModel does ----------------------------------------------------------------------------
@@ -205,7 +145,8 @@ def agent(model):
         kwargs = {"inputs": prompt, "use_cache": True, "max_new_tokens": 40}
         yield model.generate(**kwargs, stopping_criteria=rules).tolist()
         streamer = TextIteratorStreamer(demo_tokenizer(), skip_prompt=True, skip_special_tokens=True, timeout=60)
-        in_a_thread(model.generate, streamer=streamer, **kwargs, stopping_criteria=None)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(model.generate, streamer=streamer, **kwargs, stopping_criteria=None).result(timeout=120)
         yield "".join(streamer)
 
 
@@ -213,9 +154,6 @@ STAND_INS = {
     "evaluation": evaluation,
     "evaluation, drawn": lambda model: evaluation(model, do_sample=True, temperature=0.8),
     "training": training,
-    "training on one of many": lambda model: training(model, synced_gpus=False, disable_compile=True),
-    "server": server,
-    "pipeline": pipeline,
     "agent": agent,
 }
 

@@ -122,14 +122,6 @@ def test_chain_shape_made_under_inference_mode_can_be_trained_through() -> None:
     assert weight.grad is not None
 
 
-def test_mismatched_shapes_are_refused() -> None:
-    tree = DraftTree.chain(torch.zeros(1, 3, dtype=torch.long))
-    with pytest.raises(AssertionError, match="one parent"):
-        DraftTree(tree.tokens, tree.parents[:, :2], tree.depths, tree.ancestors, max_depth=2, max_children=1)
-    with pytest.raises(AssertionError, match="ancestors"):
-        DraftTree(tree.tokens, tree.parents, tree.depths, tree.ancestors[:, :2], max_depth=2, max_children=1)
-
-
 # --- dynamic trees ----------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
@@ -125,10 +125,15 @@ def failing(failure: Exception) -> Callable[..., Any]:
     return fail
 
 
-def keep_graphs(folder: Path, patch: pytest.MonkeyPatch) -> Path:
-    """`folder`, with this pair's graphs for greedy and drawn texts."""
+def keep_graphs(
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    make: Callable[[], Eagle31Drafter] = make_pair,
+    ways: Sequence[dict[str, Any]] = (GREEDY, SAMPLING),
+) -> Path:
+    """`folder`, with a pair's graphs for texts whose tokens are chosen in these ways."""
     patch.setenv(kept_folder.CACHE_VARIABLE, str(folder))
     leave_the_compiler_out(patch)
-    for how in (GREEDY, SAMPLING):
-        assert len(warm_up(make_pair(), tokens=100, **how)) >= 2
+    for how in ways:
+        assert len(warm_up(make(), tokens=100, **how)) >= 2
     return folder

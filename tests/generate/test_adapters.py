@@ -1,20 +1,31 @@
-"""PEFT: adapters added, merged, switched off, named by row, prompts that are learned. The text is the tuned model's."""
+"""PEFT: adapters added, merged, switched off, named by row, prompts that are learned. The text is the tuned model's.
+
+Graphs that were made before write none of its texts.
+"""
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kept_pairs import GREEDY, assert_plain, keep_graphs, kinds, settle
 from torch import Tensor
+from transformers import LlamaConfig
 
+from adapter_changes import CHANGES, adapted, peft
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.graphs import captured
+from eagle31_hf.graphs.ahead import kept as kept_folder
 from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from families import RECURRENT_FAMILIES, recurrent_target
 from helpers import (
     CONFIGS,
+    GROUPED,
     assert_same_text,
     left_padded,
     random_drafter,
@@ -22,13 +33,9 @@ from helpers import (
     random_target,
     seeded,
 )
+from recorder import Recorder, record_operations
 
-peft = pytest.importorskip("peft")
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {"num_assistant_tokens": 4},
-    "dynamic": {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9},
-}
+TREE: dict[str, Any] = {"draft_top_k": 2, "draft_tree_size": 9}
 WITHOUT_OUT_PROJ = ("nemotron_h", "falcon_h1", "mamba2")
 """PEFT refuses that one of theirs, whose kernel reads its weight."""
 
@@ -56,33 +63,34 @@ def lora() -> Any:
     )
 
 
-def tuned(model: Any, config: Any, name: str = "default", seed: int = 1) -> Any:
-    with seeded(seed):
+def tuned(model: Any, config: Any, name: str = "default") -> Any:
+    with seeded(1):
         return peft.get_peft_model(model, config, adapter_name=name).eval()
 
 
-GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+SHORT: dict[str, Any] = {**GREEDY, "max_new_tokens": 12, "pad_token_id": 0}
 
 
-def assert_plain(model: Any, inputs: dict[str, Any], drafter: Eagle31Drafter, loop: str = "own") -> Tensor:
-    for shape in SHAPES.values():
-        text = assert_same_text(model, drafter, inputs, loop=loop, oracle=0, settings=shape, **GREEDY)
+def assert_tuned(model: Any, inputs: dict[str, Any], drafter: Eagle31Drafter, **how: Any) -> Tensor:
+    for shape in ({}, TREE):
+        settings = shape | {"num_assistant_tokens": 4}
+        text = assert_same_text(model, drafter, inputs, oracle=0, settings=settings, **SHORT, **how)
     return text
 
 
 def test_lora_added_switched_off_and_merged(target: Any, drafter: Eagle31Drafter) -> None:
     inputs = left_padded(random_prompts(3, seed=4))
-    bare = assert_plain(target, inputs, drafter)
+    bare = assert_tuned(target, inputs, drafter)
     model = tuned(target, lora())
-    with_adapter = assert_plain(model, inputs, drafter)
+    with_adapter = assert_tuned(model, inputs, drafter)
     assert not torch.equal(with_adapter, bare), "or nothing is tested"
     with model.disable_adapter():
-        assert torch.equal(assert_plain(model, inputs, drafter), bare)
+        assert torch.equal(assert_tuned(model, inputs, drafter), bare)
     model.merge_adapter()
-    assert torch.equal(assert_plain(model, inputs, drafter), with_adapter)
+    assert torch.equal(assert_tuned(model, inputs, drafter), with_adapter)
     merged = model.merge_and_unload()
     drafter.attach(merged)
-    assert torch.equal(assert_plain(merged, inputs, drafter), with_adapter)
+    assert torch.equal(assert_tuned(merged, inputs, drafter), with_adapter)
 
 
 def test_two_adapters_by_row(target: Any, drafter: Eagle31Drafter) -> None:
@@ -92,25 +100,21 @@ def test_two_adapters_by_row(target: Any, drafter: Eagle31Drafter) -> None:
         model.add_adapter("second", lora())
     inputs: dict[str, Any] = left_padded(random_prompts(3, seed=4))
     by_row = inputs | {"adapter_names": ["first", "second", "__base__"]}
-    plain = assert_plain(model, by_row, drafter, loop="plain")
-    assert drafter.stats is not None
-    assert "adapter_names" in drafter.stats.reason
-    assert not torch.equal(plain, model.generate(**inputs, **GREEDY)), "or nothing is tested"
-    assert_same_text(model, drafter, by_row, loop="plain", eos_token_id=int(plain[0, -8]), **GREEDY)
+    plain = assert_tuned(model, by_row, drafter, loop="plain", why="adapter_names")
+    assert not torch.equal(plain, model.generate(**inputs, **SHORT)), "or nothing is tested"
+    assert_same_text(model, drafter, by_row, loop="plain", eos_token_id=int(plain[0, -8]), **SHORT)
 
 
 @pytest.mark.parametrize("kind", ["prefix", "prompt"])
 def test_learned_prompts(target: Any, drafter: Eagle31Drafter, kind: str) -> None:
     config = {"prefix": peft.PrefixTuningConfig, "prompt": peft.PromptTuningConfig}[kind]
     inputs = left_padded(random_prompts(1, seed=4))
-    bare = target.generate(**inputs, **GREEDY)
+    bare = target.generate(**inputs, **SHORT)
     model = tuned(target, config(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with torch.no_grad():
         for parameter in model.prompt_encoder.parameters():
             parameter.mul_(20)
-    plain = assert_plain(model, inputs, drafter, loop="plain")
-    assert drafter.stats is not None
-    assert "prompt or prefix tuning" in drafter.stats.reason
+    plain = assert_tuned(model, inputs, drafter, loop="plain", why="prompt or prefix tuning")
     if kind == "prefix" and CACHE_ARGUMENT == "cache" and torch.equal(plain, bare):
         pytest.skip(f"peft {peft.__version__} hands its prefix on under the cache's old name: plain generate drops it")
     assert not torch.equal(plain, bare), "or nothing is tested"
@@ -124,26 +128,65 @@ def test_adapters_within_layers_that_keep_states(family: str) -> None:
     model = recurrent_target(family)
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
     inputs = left_padded(random_prompts(1, seed=4))
-    model.generate(**inputs, **GREEDY, assistant_model=drafter)  # what is projected last is seen while it runs
+    model.generate(**inputs, **SHORT, assistant_model=drafter)  # what is projected last is seen while it runs
     config = peft.LoraConfig(
         r=4, lora_alpha=64, init_lora_weights=False, target_modules="all-linear",
         exclude_modules=["out_proj"] if family in WITHOUT_OUT_PROJ else None,
     )  # fmt: skip
-    adapted = tuned(model, config)
-    with_adapter = assert_plain(adapted, inputs, drafter)
-    with adapted.disable_adapter():
-        assert not torch.equal(assert_plain(adapted, inputs, drafter), with_adapter), "or nothing is tested"
-    drafter.attach(adapted)
-    assert torch.equal(assert_plain(adapted, inputs, drafter), with_adapter)
-    merged = adapted.merge_and_unload()
-    assert_plain(merged, inputs, drafter)
+    model = tuned(model, config)
+    with_adapter = assert_tuned(model, inputs, drafter)
+    with model.disable_adapter():
+        assert not torch.equal(assert_tuned(model, inputs, drafter), with_adapter), "or nothing is tested"
+    drafter.attach(model)
+    assert torch.equal(assert_tuned(model, inputs, drafter), with_adapter)
+    assert_tuned(model.merge_and_unload(), inputs, drafter)
 
 
-def test_tokens_of_an_adapter_of_their_own() -> None:
+def test_tokens_of_an_adapter_of_their_own(target: Any, drafter: Eagle31Drafter) -> None:
     """PEFT puts them around the embedding after the drafter was attached."""
-    model = random_target(CONFIGS["llama"]())
-    drafter = random_drafter(model, aux_layers=[1, 2, 4])
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5, 6])
-    adapted = peft.get_peft_model(model, config).eval()
+    model = peft.get_peft_model(target, config).eval()
     for _ in range(2):
-        assert_same_text(adapted, drafter, left_padded([[5, 6, 7, 8, 9]]), **GREEDY)
+        assert_same_text(model, drafter, left_padded([[5, 6, 7, 8, 9]]), **SHORT)
+
+
+# --- graphs that were made before -------------------------------------------------------------------------------------
+
+
+def adapted_pair() -> tuple[Any, Eagle31Drafter]:
+    model = adapted(random_target(LlamaConfig(**GROUPED | {"num_hidden_layers": 2})))
+    drafter = settle(random_drafter(model.get_base_model(), aux_layers=[0, 1, 2]))
+    drafter.generation_config.num_assistant_tokens = 1  # to record an operation takes a second
+    return model, drafter
+
+
+@pytest.fixture(scope="module")
+def kept_for_the_first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with graphs of the pair while its first adapter is at work."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("kept") / "cache"
+        return keep_graphs(folder, patch, lambda: adapted_pair()[1], [GREEDY])
+
+
+@pytest.fixture
+def by_kept_graphs(kept_for_the_first: Path, no_compiler: None) -> None:
+    shutil.copytree(kept_for_the_first, kept_folder.cache_folder())
+
+
+@pytest.fixture
+def by_recordings(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(captured.CAPTURES, "cpu", record_operations)
+
+
+@pytest.mark.parametrize("way", ["by_kept_graphs", "by_recordings"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.thorough(every=3)
+def test_whatever_becomes_of_adapters(change: str, way: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(way)
+    model, drafter = adapted_pair()
+    before = assert_plain(drafter, target=model, max_new_tokens=24)
+    assert "advance" in kinds(drafter), "graphs wrote it"
+    CHANGES[change](model)
+    model.train(change == "train")
+    after = assert_plain(drafter, target=model, max_new_tokens=24)
+    assert torch.equal(before, after) == (change in ("merge", "train")), "or a stale graph would not be noticed"

@@ -19,24 +19,18 @@ from transformers import DynamicCache
 from eagle31_hf.drafter.assistant import NoDrafter
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.graphs.captured import CapturesSteps
-from eagle31_hf.graphs.graphs import Graphs
 from eagle31_hf.graphs.steps import GraphKey, Step
 from eagle31_hf.graphs.verify import CompiledSettling
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from families import recurrent_target
 from helpers import VOCABULARY, configured, left_padded, oracle_drafts, random_drafter, seeded
-from recorder import Recorder, record_steps
+from recorder import Recorder
 
 TAPED = ("qwen3_5_text", "bamba", "nemotron_h", "lfm2")
 """Two of Mamba 2, one of which has layers that keep nothing, a gated delta net, and convolutions alone."""
 CHAIN_OF_5: dict[str, Any] = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"}
 SETTINGS: dict[str, Any] = CHAIN_OF_5 | {"speculation_loop": "own"}
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    return record_steps(monkeypatch, gives_up=False)
 
 
 @cache
@@ -111,26 +105,6 @@ def test_a_state_that_is_not_moved_on_shows(
             patch.setattr(CompiledSettling, "__call__", lambda settling, layers, last: None)
             assert not any(torch.equal(*texts(drafter, seed)) for seed in range(2)), family
         assert_captured(drafter, recorder)
-
-
-def test_states_that_are_moved_on_by_an_earlier_replay_show(
-    make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control: what the first replay of each width left is taken for what all of them left."""
-    run = Graphs.run_or_eager
-    for family in ("qwen3_5_text", "bamba", "lfm2"):
-        drafter = make_pair(family)
-        assert torch.equal(*texts(drafter))
-        first: dict[GraphKey, Any] = {}
-
-        def run_first(graphs: Graphs, key: GraphKey, *told: Any, first: dict[GraphKey, Any] = first, **how: Any) -> Any:
-            output = run(graphs, key, *told, **how)
-            return output._replace(traces=first.setdefault(key, output.traces)) if key.kind == "verify" else output
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Graphs, "run_or_eager", run_first)
-            assert not any(torch.equal(*texts(drafter, seed)) for seed in range(2)), family
-        assert first
 
 
 @pytest.mark.parametrize("kind", ["verify", "settle"])

@@ -19,22 +19,18 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from helpers import (
     GROUPED,
-    configured,
+    assert_same_text,
     demo_tokenizer,
     left_padded,
-    oracle_drafts,
     random_drafter,
     random_prompts,
     random_target,
-    seeded,
     use_fixed_shapes_only,
 )
 
 LIBRARIES = ("xgrammar", "llguidance")
-SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {"num_assistant_tokens": 5},
-    "tree": {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 15},
-}
+CHAIN: dict[str, Any] = {"num_assistant_tokens": 5}
+TREE: dict[str, Any] = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 15}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -44,8 +40,8 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "ages"],
     "additionalProperties": False,
 }
-WORDS = "yes|no|not yet|maybe"  # 5 texts of few tokens each, written in several ways
-LONGEST = 48  # tokens; a text by this schema has fewer
+GREEDY: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "pad_token_id": 0, "top_k": None}
+"""A text by this schema has fewer tokens."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,14 +59,19 @@ def target() -> Any:
 
 @cache
 def drafter() -> Eagle31Drafter:
+    """Random, and it knows half of the vocabulary."""
     return random_drafter(target(), aux_layers=[0, 1, 2], draft_vocab_size=2048)
 
 
-# --- the three libraries ----------------------------------------------------------------------------------------------
+def prompts(rows: int = 1, seed: int = 0) -> dict[str, Tensor]:
+    return left_padded(random_prompts(rows, len(demo_tokenizer()), seed=seed))
+
+
+# --- the two libraries ------------------------------------------------------------------------------------------------
 
 
 class LLGuidance(hf.LogitsProcessor):
-    """As llguidance's documentation has it; the library ships no processor for transformers."""
+    """As llguidance's documentation has it, and it says how it is copied; the library ships no processor."""
 
     def __init__(self, matcher: Any):
         self.matcher, self.is_first = matcher, True
@@ -87,130 +88,72 @@ class LLGuidance(hf.LogitsProcessor):
         of_torch.apply_token_bitmask_inplace(scores, bits)
         return scores
 
-
-class ForkedLLGuidance(LLGuidance):
-    """The same, and it says how it is copied."""
-
     def fork_for_drafts(self) -> LLGuidance:
         forked = LLGuidance(self.matcher.deep_copy())
         forked.is_first = self.is_first
         return forked
 
 
-def of_xgrammar(schema: dict[str, Any] | None, words: str) -> Callable[[], Any]:
+def of_xgrammar() -> Callable[[], Any]:
     xgrammar = pytest.importorskip("xgrammar")
-    compiler = xgrammar.GrammarCompiler(
-        xgrammar.TokenizerInfo.from_huggingface(demo_tokenizer(), vocab_size=len(demo_tokenizer()))
-    )
-    if schema is None:
-        grammar = compiler.compile_regex(words)
-    else:
-        grammar = compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
+    size = len(demo_tokenizer())
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(demo_tokenizer(), vocab_size=size))
+    grammar = compiler.compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
     return lambda: xgrammar.contrib.hf.LogitsProcessor(grammar)
 
 
-def of_llguidance(schema: dict[str, Any] | None, words: str) -> Callable[[], Any]:
+def of_llguidance() -> Callable[[], Any]:
     llguidance = pytest.importorskip("llguidance")
     from llguidance.hf import from_tokenizer
 
     tokenizer, matcher = from_tokenizer(demo_tokenizer(), n_vocab=len(demo_tokenizer())), llguidance.LLMatcher
-    if schema is None:
-        grammar = matcher.grammar_from_regex(words)
-    else:
-        grammar = matcher.grammar_from_json_schema(json.dumps({"x-guidance": {"whitespace_flexible": False}, **schema}))
-    return lambda: ForkedLLGuidance(matcher(tokenizer, grammar))
+    grammar = matcher.grammar_from_json_schema(json.dumps({"x-guidance": {"whitespace_flexible": False}, **SCHEMA}))
+    return lambda: LLGuidance(matcher(tokenizer, grammar))
 
 
 @cache
-def processors(library: str, *, is_json: bool) -> Callable[[], Any]:
+def processors(library: str) -> Callable[[], Any]:
     """Makes a fresh processor for every text."""
-    make = {"xgrammar": of_xgrammar, "llguidance": of_llguidance}[library]
-    return make(SCHEMA if is_json else None, WORDS)
-
-
-def write(inputs: dict[str, Tensor], **kwargs: Any) -> Any:
-    kwargs = {"max_new_tokens": LONGEST, "do_sample": False, "pad_token_id": 0, "top_k": None} | kwargs
-    return target().generate(**inputs, **kwargs)
-
-
-def text_of(written: Tensor, inputs: dict[str, Tensor]) -> str:
-    return demo_tokenizer().decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def assert_parses(text: str) -> None:
-    value = json.loads(text)
-    assert list(value) == SCHEMA["required"]
-    assert value["name"].isalpha()
-    assert 2 <= len(value["name"]) <= 7
-    assert set(value["ages"]) <= {7, 18, 42}
-    assert 1 <= len(value["ages"]) <= 2
+    return {"xgrammar": of_xgrammar, "llguidance": of_llguidance}[library]()
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
-@cache
-def plain_texts(library: str, count: int) -> list[tuple[dict[str, Tensor], Tensor]]:
-    """Prompts, and what plain decoding writes of them under the grammar."""
-    make = processors(library, is_json=True)
-    inputs = [left_padded([prompt]) for prompt in random_prompts(count, len(demo_tokenizer()), seed=9)]
-    return [(each, write(each, logits_processor=[make()])) for each in inputs]
+def assert_json_is_plains(library: str, seed: int, **how: Any) -> int:
+    """A text that parses, and is plain's. Returns how many drafts were accepted."""
+    make, inputs = processors(library), prompts(seed=seed)
+    text = assert_same_text(
+        target(), drafter(), inputs, seed=seed, fresh=lambda: {"logits_processor": [make()]}, **{**GREEDY, **how}
+    )
+    new = text[0, inputs["input_ids"].shape[1] :]
+    value = json.loads(demo_tokenizer().decode(new, skip_special_tokens=True))
+    assert list(value) == SCHEMA["required"]
+    assert value["name"].isalpha()
+    assert 2 <= len(value["name"]) <= 7
+    assert set(value["ages"]) <= {7, 18, 42}
+    assert 1 <= len(value["ages"]) <= 2
+    return drafter().stats.accepted  # type: ignore[union-attr]
 
 
-def assert_texts_are_plains(library: str, *shapes: dict[str, Any], count: int) -> None:
-    """Greedy text equals plain's, sampled text parses; drafts of these shapes in turns are tried, and some accepted."""
-    make, accepted, texts = processors(library, is_json=True), [0] * len(shapes), set()
-    for seed, (inputs, plain) in enumerate(plain_texts(library, count)):
-        assert_parses(text_of(plain, inputs))
-        length, turn = inputs["input_ids"].shape[1], seed % len(shapes)
-        with configured(drafter(), **shapes[turn]) as eagle, oracle_drafts(plain, length, seed=seed), seeded(seed):
-            ours = write(inputs, logits_processor=[make()], assistant_model=eagle)
-            assert eagle.stats is not None
-            accepted[turn] += eagle.stats.accepted
-            sampled = write(inputs, logits_processor=[make()], assistant_model=eagle, do_sample=True)
-        assert eagle.stats.loop == "own", eagle.stats.reason
-        assert torch.equal(ours, plain)
-        assert_parses(text_of(sampled, inputs))
-        texts |= {text_of(plain, inputs), text_of(sampled, inputs)}
-    assert min(accepted) > count / len(shapes), "or nothing is tested"
-    assert len(texts) > count / 2, "or the grammar leaves no choice"
-
-
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("acceleration", ["eager", "compile"])
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_json_is_plains(library: str, shape: str) -> None:
-    assert_texts_are_plains(library, SHAPES[shape], count=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.thorough
-def test_json_of_many_prompts_is_plains(library: str) -> None:
-    """Some fifty for all libraries together."""
-    assert_texts_are_plains(library, SHAPES["chain"], SHAPES["tree"], count=17)
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_json_by_graphs_is_plains(library: str) -> None:
-    assert_texts_are_plains(library, SHAPES["tree"] | {"acceleration": "compile"}, count=3)
+def test_json_is_plains(library: str, do_sample: bool, shape: dict[str, Any], acceleration: str) -> None:
+    settings = shape | {"acceleration": acceleration}
+    for seed in range(3):
+        assert_json_is_plains(library, seed, oracle=seed, settings=settings, do_sample=do_sample)
 
 
 @pytest.mark.parametrize("how", [{}, {"do_sample": True}, {"acceleration": "compile"}])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_drafts_are_drawn_inside_the_grammar(library: str, how: dict[str, Any]) -> None:
-    """The drafter is random and knows half of the vocabulary: what is accepted is the grammar's doing."""
-    make, accepted = processors(library, is_json=True), 0
-    with configured(drafter(), **SHAPES["chain"], acceleration=how.get("acceleration", "eager")) as eagle:
-        for seed, (inputs, plain) in enumerate(plain_texts(library, 3)):
-            with seeded(seed):
-                ours = write(
-                    inputs, logits_processor=[make()], assistant_model=eagle, do_sample=how.get("do_sample", False)
-                )
-            assert eagle.stats is not None
-            accepted += eagle.stats.accepted
-            assert_parses(text_of(ours, inputs))
-            assert how.get("do_sample") or torch.equal(ours, plain)
-    assert accepted >= 3 * 5, "every text has tokens that alone may come"
+    """What is accepted of a random drafter's is the grammar's doing."""
+    settings = CHAIN | {"acceleration": how.get("acceleration", "eager")}
+    sampled = how.get("do_sample", False)
+    accepted = [assert_json_is_plains(library, seed, settings=settings, do_sample=sampled) for seed in range(3)]
+    assert sum(accepted) >= 3 * 5, "every text has tokens that alone may come"
 
 
 class Alphabet:
@@ -225,15 +168,11 @@ class Alphabet:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_function_that_says_how_it_is_copied_is_drafted_for(rows: int) -> None:
-    inputs = left_padded(random_prompts(rows, len(demo_tokenizer()), seed=4))
-    how = {"prefix_allowed_tokens_fn": Alphabet(), "max_new_tokens": 16}
-    plain, accepted = write(inputs, **how), []
-    for function in (how["prefix_allowed_tokens_fn"], lambda row, ids: Alphabet()(row, ids)):
-        with configured(drafter(), **SHAPES["chain"]) as eagle:
-            ours = write(inputs, **how | {"prefix_allowed_tokens_fn": function}, assistant_model=eagle)
-        assert torch.equal(ours, plain)
-        assert eagle.stats is not None
-        accepted.append(eagle.stats.accepted)
+    accepted, how = [], {**GREEDY, "max_new_tokens": 16}
+    for function in (Alphabet(), lambda row, ids: Alphabet()(row, ids)):
+        given = {"settings": CHAIN, "prefix_allowed_tokens_fn": function}
+        assert_same_text(target(), drafter(), prompts(rows, seed=4), **given, **how)
+        accepted.append(drafter().stats.accepted)  # type: ignore[union-attr]
     assert accepted[0] >= rows * 4 > accepted[1]
 
 
@@ -264,48 +203,27 @@ class Breaking(hf.LogitsProcessor):
 @pytest.mark.parametrize("limit", [{"copies": 3}, {"calls": 13}, {"copies": 0}])
 @pytest.mark.parametrize("acceleration", ["eager", "compile"])
 def test_a_copy_that_breaks_ends_drafting_inside_and_nothing_else(limit: dict[str, int], acceleration: str) -> None:
-    inputs, plain = plain_texts("llguidance", 3)[0]
-    breaking = Breaking(processors("llguidance", is_json=True)(), **limit)
-    with configured(drafter(), **SHAPES["chain"], acceleration=acceleration) as eagle:
-        ours = write(inputs, logits_processor=[breaking], assistant_model=eagle)
-    assert torch.equal(ours, plain)
-    assert eagle.stats is not None
-    assert eagle.stats.loop == "own"
-    (reason,) = [why for why in eagle.stats.fallbacks if "grammar" in why]
+    made: list[Breaking] = []
+
+    def fresh() -> dict[str, Any]:
+        made.append(Breaking(processors("llguidance")(), **limit))
+        return {"logits_processor": [made[-1]]}
+
+    settings = CHAIN | {"acceleration": acceleration}
+    assert_same_text(target(), drafter(), prompts(), settings=settings, fresh=fresh, **GREEDY)
+    stats: Any = drafter().stats
+    (reason,) = [why for why in stats.fallbacks if "grammar" in why]
     assert "a copy of Breaking raised" in reason
     assert "of it" not in reason, "one line"
-    assert min(breaking.copies, breaking.calls) == -1, "it is not tried again"
-    assert not eagle.stats.memory_steps
-    assert (eagle.stats.accepted > 0) == (limit != {"copies": 0})
+    assert min(made[-1].copies, made[-1].calls) == -1, "it is not tried again"
+    assert not stats.memory_steps
+    assert (stats.accepted > 0) == (limit != {"copies": 0})
 
 
 def test_a_batch_under_one_grammar_is_plains() -> None:
     """Such a processor keeps one state for all rows, which must not part: plain decoding serves it, and says why."""
-    make, inputs = processors("xgrammar", is_json=True), left_padded(random_prompts(3, len(demo_tokenizer()), seed=2))
-    plain, processor = write(inputs, logits_processor=[make()]), make()
-    ours = write(inputs, logits_processor=[processor], assistant_model=drafter())
-    assert torch.equal(ours, plain)
-    assert drafter().stats is not None
-    assert drafter().stats.loop == "plain"
-    assert type(processor).__name__ in drafter().stats.reason
-
-
-# --- sampled texts ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_sampled_texts_under_a_grammar_are_plains(library: str) -> None:
-    """Under the same seed, by chains and by trees; drafts follow plain's text, so that some are accepted."""
-    make, inputs = processors(library, is_json=False), left_padded([[5, 6, 7]])
-    texts, accepted = set(), 0
-    for seed in range(20):
-        with seeded(seed):
-            plain = write(inputs, logits_processor=[make()], do_sample=True)
-        with configured(drafter(), **SHAPES[("chain", "tree")[seed % 2]]) as eagle, seeded(seed):
-            ours = write(inputs, logits_processor=[make()], assistant_model=eagle, do_sample=True)
-        assert torch.equal(ours, plain)
-        texts.add(str(plain.tolist()))
-        accepted += eagle.stats.accepted  # type: ignore[union-attr]
-    assert len(texts) > 3
-    assert accepted > 0, "or nothing is tested"
+    make, why = processors("xgrammar"), "LogitsProcessor may keep one state"
+    inputs = prompts(3, seed=2)
+    assert_same_text(
+        target(), drafter(), inputs, loop="plain", why=why, fresh=lambda: {"logits_processor": [make()]}, **GREEDY
+    )

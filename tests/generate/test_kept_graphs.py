@@ -9,7 +9,6 @@ import copy
 import errno
 import json
 import logging
-import random
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,13 +23,12 @@ from kept_pairs import (
     SAMPLING,
     assert_plain,
     done,
+    exported_in,
     failing,
     forgotten,
-    keep_graphs,
     kept_files,
     kept_target,
     kinds,
-    leave_the_compiler_out,
     make_pair,
     write,
     write_exported,
@@ -49,75 +47,29 @@ from eagle31_hf.graphs.ahead import kept as kept_folder
 from eagle31_hf.graphs.ahead import packages
 from eagle31_hf.graphs.ahead.compiler_processes import CompilerProcesses
 from eagle31_hf.graphs.seen import ModelState
-from eagle31_hf.loop.decoder import SpeculativeDecoder
 from eagle31_hf.loop.pair import Pair
 from helpers import configured
 
-
-@pytest.fixture(autouse=True)
-def _no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(tmp_path / "cache"))
-    leave_the_compiler_out(monkeypatch)
-
-
-@pytest.fixture
-def pair() -> Eagle31Drafter:
-    return make_pair()
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with this pair's graphs for greedy and drawn texts."""
-    with pytest.MonkeyPatch.context() as patch:
-        return keep_graphs(tmp_path_factory.mktemp("kept") / "cache", patch)
-
-
-@pytest.fixture
-def warmed(kept: Path, pair: Eagle31Drafter) -> Eagle31Drafter:
-    """The pair, its graphs kept, in a process that knows nothing of them yet."""
-    shutil.copytree(kept, kept_folder.cache_folder())
-    return pair
-
+pytestmark = pytest.mark.usefixtures("no_compiler")
 
 # --- the text ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("how", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
 def test_auto_is_eager_until_graphs_are_kept_and_writes_the_same_text(
-    pair: Eagle31Drafter, kept: Path, monkeypatch: pytest.MonkeyPatch
+    how: dict[str, Any], pair: Eagle31Drafter, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packages.GraphPackages, "compile", failing(AssertionError("auto compiles nothing")))
-    texts = [write(None, seed) for seed in range(3)]
     assert pair.generation_config.acceleration == "auto"
-    assert all(torch.equal(write(pair, seed), text) for seed, text in enumerate(texts))
+    for seed in range(3):
+        assert_plain(pair, seed, **how)
     assert not kinds(pair)
     shutil.copytree(kept, kept_folder.cache_folder())
-    assert all(torch.equal(write(pair, seed), text) for seed, text in enumerate(texts))
+    texts = [assert_plain(pair, seed, **how) for seed in range(4)]
     assert kinds(pair) == {"absorb", "chain", "verify", "advance"}
     assert pair.stats.fallbacks == []
     assert pair.stats.rounds > 5
-
-
-def test_drawn_texts_are_plains(warmed: Eagle31Drafter) -> None:
-    drawn = [write(warmed, seed, **SAMPLING) for seed in range(4)]
-    assert "advance" in kinds(warmed)
-    assert all(torch.equal(write(None, seed, **SAMPLING), text) for seed, text in enumerate(drawn))
-    assert len(set(map(str, drawn))) == 4
-
-
-def test_switching_between_rounds_writes_the_plain_text(
-    warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dice, step, used = random.Random(0), SpeculativeDecoder.step, set()
-
-    def step_and_switch(self: SpeculativeDecoder) -> None:
-        step(self)
-        used.add(self.graphs is not None)
-        self.use_graphs(self.request.graphs if dice.random() < 0.5 else None)
-
-    monkeypatch.setattr(SpeculativeDecoder, "step", step_and_switch)
-    for seed in range(4):
-        assert_plain(warmed, seed)
-    assert used == {True, False}
+    assert len(set(map(str, texts))) == 4
 
 
 def test_drafts_adapt_to_what_kept_graphs_take(warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,42 +126,34 @@ def test_nothing_is_compiled_twice_and_every_length_of_rows_once(warmed: Eagle31
     assert prompt_lengths(600) == [8, 129, 257, 513]
 
 
-def test_graphs_are_found_whatever_was_written_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_found_whatever_was_written_before() -> None:
     """A drafter makes its list of draft ids with its first draft."""
-
-    def make() -> Eagle31Drafter:
-        return make_pair(draft_vocab_size=40)
-
-    pair = make()
+    pair, fresh = make_pair(draft_vocab_size=40), make_pair(draft_vocab_size=40)
     write(pair)
     assert len(warm_up(pair, tokens=100, **GREEDY)) > 3
-    fresh = make()
     assert_plain(fresh)
     assert "advance" in kinds(fresh)
 
 
 @pytest.mark.thorough
 def test_graphs_are_compiled_together(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting: list[set[str]] = []  # beside each package that was begun, which others were not done yet
-    pending: set[str] = set()
+    waiting: list[int] = []  # beside each package that was begun, how many others were not done yet
+    pending: set[Future[None]] = set()
 
     class Package(Future[None]):
-        def __init__(self, name: str):
-            super().__init__()
-            self.name = name
-            waiting.append(pending.copy())
-            pending.add(name)
-
         def result(self, timeout: float | None = None) -> None:
-            pending.discard(self.name)
+            pending.discard(self)
 
     def compile_(self: CompilerProcesses, exported: Any, package: Path, settings: dict[str, Any]) -> Future[None]:
         write_exported(self, exported, package, settings)
-        return Package(package.name)
+        waiting.append(len(pending))
+        made = Package()
+        pending.add(made)
+        return made
 
     monkeypatch.setattr(CompilerProcesses, "compile", compile_)
     assert 3 < len(warm_up(pair, tokens=100, **GREEDY)) < len(waiting)
-    assert [len(names) for names in waiting] == list(range(len(waiting)))
+    assert waiting == list(range(len(waiting)))
     assert_plain(forgotten(pair))
 
 
@@ -226,7 +170,10 @@ def test_a_text_waits_for_what_it_asked_for(
     with configured(pair, acceleration="compile"):
         assert_plain(pair, **told)
         assert "advance" in kinds(pair)
-        assert (pair.stats.fallbacks, pair.stats.loop) == ([], "own")
+        assert pair.stats.fallbacks == []
+        before = kept_files(".json")
+        assert_plain(pair, **told | {"max_new_tokens": 150})
+        assert set(kept_files(".json")) > set(before), "a longer text waits once more"
         monkeypatch.setattr(warm_up_module, "compile_graphs", failing(AssertionError("it is there")))
         assert_plain(pair, 1, **told)
     before = kept_files(".json")
@@ -234,15 +181,6 @@ def test_a_text_waits_for_what_it_asked_for(
     assert_plain(forgotten(pair), **told)
     assert "advance" in kinds(pair)
     assert kept_files(".json") == before
-
-
-@pytest.mark.thorough
-def test_a_longer_text_waits_once_more(pair: Eagle31Drafter) -> None:
-    with configured(pair, acceleration="compile"):
-        assert_plain(pair)
-        before = kept_files(".json")
-        assert_plain(pair, max_new_tokens=150)
-    assert set(kept_files(".json")) > set(before)
 
 
 def test_texts_wait_for_few_ways_to_choose_and_say_so(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,17 +191,6 @@ def test_texts_wait_for_few_ways_to_choose_and_say_so(pair: Eagle31Drafter, monk
             write(pair, max_new_tokens=6, do_sample=True, temperature=temperature)
         assert len(compiled) == 4
         assert any("4 ways to choose tokens" in why for why in pair.stats.fallbacks)
-
-
-def test_weights_that_change_wait_for_graphs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = copy.deepcopy(kept_target())
-    pair = make_pair(target)
-    with configured(pair, acceleration="compile"):
-        for _ in range(2):
-            assert_plain(pair, target=target)
-            assert "advance" in kinds(pair)
-            with torch.no_grad():
-                target.lm_head.weight.mul_(-1.5)
 
 
 @pytest.mark.parametrize(
@@ -366,20 +293,6 @@ def test_graphs_stand_aside_while_operations_are_cast(warmed: Eagle31Drafter) ->
         assert "advance" in kinds(warmed)
 
 
-def test_a_target_that_changes_after_its_graphs_were_loaded(warmed: Eagle31Drafter) -> None:
-    target = kept_target()
-    write(warmed)
-    assert "advance" in kinds(warmed)
-    row = target.lm_head.weight.data[7].clone()
-    try:
-        target.lm_head.weight.data[7] = 1.0  # as new tokens' embeddings are set; torch counts no write
-        assert_plain(warmed)
-        assert "advance" in kinds(warmed), "graphs read the weights as they are now"
-    finally:
-        target.lm_head.weight.data[7] = row
-    assert_plain(warmed)
-
-
 @pytest.mark.parametrize("of", ["folder", "file"])
 def test_what_others_may_write_is_not_loaded(
     of: str, warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -414,33 +327,100 @@ def cut_packages_short() -> None:
         path.write_bytes(path.read_bytes()[:100])
 
 
-def break_what_is_told() -> None:
-    for path in kept_files(".json"):
-        path.write_text("[]")
+def change_what_is_told(change: Callable[[dict[str, Any]], Any]) -> Callable[[], None]:
+    def write_anew() -> None:
+        for path in kept_files(".json"):
+            told = json.loads(path.read_text())
+            changed = change(told)
+            path.write_text(json.dumps(told if changed is None else changed))
+
+    return write_anew
 
 
-def turn_inputs_around() -> None:
+def turn_inputs_around(told: dict[str, Any]) -> None:
     """Other strides than the package was made for."""
-    for path in kept_files(".json"):
-        told = json.loads(path.read_text())
-        told["signature"] = [[shape, stride and [1] * len(stride), dtype] for shape, stride, dtype in told["signature"]]
-        path.write_text(json.dumps(told))
+    told["signature"] = [[shape, stride and [1] * len(stride), dtype] for shape, stride, dtype in told["signature"]]
 
 
-@pytest.mark.parametrize("break_", [cut_packages_short, break_what_is_told, turn_inputs_around])
-@pytest.mark.thorough(every=3)
+def name_another_weight(told: dict[str, Any]) -> None:
+    """A file that another version has written, say."""
+    for source in (source for _, sources in told["calls"] for source in sources):
+        if source[0] in ("weight", "packed"):
+            source[1] = "models.7.weight" if source[0] == "weight" else ["models.7.weight"]
+
+
+def read_a_later_result(told: dict[str, Any]) -> None:
+    told["calls"][0][1][0] = ["result", 99, 0]
+
+
+BROKEN = {
+    "short": cut_packages_short,
+    "empty": change_what_is_told(lambda told: []),
+    "inputs": change_what_is_told(turn_inputs_around),
+    "weights": change_what_is_told(name_another_weight),
+    "results": change_what_is_told(read_a_later_result),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.thorough(every=2)
 def test_what_is_broken_is_done_without_and_made_anew(
-    warmed: Eagle31Drafter, break_: Callable[[], None], caplog: pytest.LogCaptureFixture
+    warmed: Eagle31Drafter, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    break_()
+    BROKEN[broken]()
     with caplog.at_level(logging.WARNING, logger="eagle31_hf"):
-        texts = [write(warmed, seed) for seed in (0, 1)]
-    assert all(torch.equal(text, write(None, seed)) for seed, text in enumerate(texts))
+        for seed in (0, 1):
+            assert_plain(warmed, seed)
     assert not kinds(warmed)
     assert caplog.text.count("a kept graph cannot be used") == 1, "said once"
+    if broken == "results":
+        return  # it loads, and fails when it is run: nothing finds out before
     assert len(warm_up(forgotten(warmed), tokens=100, **GREEDY)) == 5
     write(forgotten(warmed))
     assert "advance" in kinds(warmed)
+
+
+# --- weights, which graphs share ------------------------------------------------------------------------------------
+
+
+def test_a_layer_is_kept_once(warmed: Eagle31Drafter) -> None:
+    """What comes before the layers, one for all of them, what comes after; and no weights."""
+    (verify,) = (path for path in kept_files(".json") if path.name.startswith("verify-1x8"))
+    told = json.loads(verify.read_text())
+    first, *layers, last = (piece for piece, _ in told["calls"])
+    assert len(layers) == len(warmed.binding.layers)
+    assert set(layers) == {1}
+    assert (first, last, len(told["packages"])) == (0, 2, 3)
+    assert [exported_in(verify.parent / name)[1] for name, _ in told["packages"]] == [{}] * 3
+
+
+def test_weights_are_packed_once_and_go_where_memory_runs_out(warmed: Eagle31Drafter) -> None:
+    """Though the text that is being written holds its graphs until it ends."""
+    write(warmed)
+    graphs_of_pair = Pair.of(warmed).graphs
+    held_by_a_text = graphs_of_pair.made_by(graphs_of_pair.maker)
+    packed = held_by_a_text.packed
+    after_one = packed.nbytes
+    write(warmed, 1)
+    assert packed is Pair.of(warmed).graphs.packed
+    assert packed.nbytes == after_one > 0
+    graphs_of_pair.drop("memory is wanted elsewhere")
+    assert packed.nbytes == 0
+
+
+@pytest.mark.parametrize("acceleration", ["auto", "compile"])
+def test_graphs_read_the_weights_as_they_are_now(warmed: Eagle31Drafter, acceleration: str) -> None:
+    """Also while they are in use: of a target that was trained further, or whose new tokens' rows were set."""
+    target = copy.deepcopy(kept_target())
+    drafter = make_pair(target)
+    up, head = target.model.layers[1].mlp.up_proj.weight, target.lm_head.weight
+    changes = (lambda: None, lambda: up.mul_(-1.5), lambda: head.mul_(-1.5), lambda: head.data[7].fill_(1.0))
+    with configured(drafter, acceleration=acceleration):
+        for change in changes:
+            with torch.no_grad():
+                change()
+            assert_plain(drafter, target=target)
+            assert "advance" in kinds(drafter)
 
 
 # --- what cannot be kept ----------------------------------------------------------------------------------------------

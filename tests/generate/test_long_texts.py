@@ -8,81 +8,44 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from transformers import PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eagle31_hf import Eagle31Drafter
 from eagle31_hf.loop.pair import largest_shape
 from eagle31_hf.serving.engine import Engine, EngineSettings
 from eagle31_hf.targets.rotation import rotates_alike_up_to
-from helpers import assert_same_text, demo_tokenizer, random_drafter, random_target, seeded
+from helpers import GROUPED, assert_same_text, demo_tokenizer, random_drafter, random_target, seeded
 
 LIMIT = 40
-SHORT, LONG = [1 + 0.3 * i for i in range(8)], [2 + 1.7 * i for i in range(8)]
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.15,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+FACTORS = {"short_factor": [1 + 0.3 * i for i in range(8)], "long_factor": [2 + 1.7 * i for i in range(8)]}
+ORIGINAL = {"original_max_position_embeddings": LIMIT}
 ROPE: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": LIMIT},
-    "longrope": {
-        "short_factor": SHORT,
-        "long_factor": LONG,
-        "original_max_position_embeddings": LIMIT,
-        "factor": 8.0,
-    },
-    "llama3": {
-        "factor": 4.0,
-        "original_max_position_embeddings": LIMIT,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    },
+    "yarn": {"factor": 4.0, **ORIGINAL},
+    "longrope": {"factor": 8.0, **FACTORS, **ORIGINAL},
+    "llama3": {"factor": 4.0, **ORIGINAL, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "proportional": {"partial_rotary_factor": 0.5},
 }
-DEPENDS = {"dynamic", "longrope"}
 KINDS = [kind for kind in ROPE if kind == "default" or kind in ROPE_INIT_FUNCTIONS] + ["phi3"]
 """Some are those of newer versions of transformers alone."""
-
-
-def llama(kind: str) -> Any:
-    longest = LIMIT if kind == "dynamic" else 512
-    rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPE[kind]}
-    return hf.LlamaConfig(**SIZES, max_position_embeddings=longest, rope_parameters=rope)
-
-
-def phi3() -> Any:
-    factors = {"rope_type": "longrope", "type": "longrope", "short_factor": SHORT, "long_factor": LONG}
-    return hf.Phi3Config(
-        **SIZES, max_position_embeddings=512, original_max_position_embeddings=LIMIT, rope_scaling=factors
-    )
+DEPENDS = {"dynamic", "longrope", "phi3"}
 
 
 def target(kind: str) -> Any:
-    model = random_target(phi3() if kind == "phi3" else llama(kind))
-    model.generation_config.eos_token_id = None
-    return model
+    sizes = {name: value for name, value in GROUPED.items() if name != "head_dim"}
+    if kind == "phi3":
+        rope: dict[str, Any] = {"rope_scaling": {"rope_type": "longrope", "type": "longrope", **FACTORS}, **ORIGINAL}
+        return random_target(hf.Phi3Config(**sizes, **rope))
+    sizes["max_position_embeddings"] = LIMIT if kind == "dynamic" else 512
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPE[kind]}
+    return random_target(hf.LlamaConfig(**sizes, rope_parameters=rope))
 
 
 def prompts(length: int, rows: int = 1, seed: int = 0) -> dict[str, Any]:
     with seeded(seed):
         ids = torch.randint(2, 96, (rows, length))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def write(model: Any, inputs: dict[str, Any], new: int, drafter: Eagle31Drafter | None = None, **how: Any) -> Any:
-    model(torch.tensor([[5, 6]]))  # "dynamic" goes by the longest text so far until it has read a short one
-    return model.generate(**inputs, assistant_model=drafter, do_sample=False, max_new_tokens=new, **how)
 
 
 def test_every_rope_type_of_transformers_is_tried() -> None:
@@ -93,7 +56,7 @@ def test_every_rope_type_of_transformers_is_tried() -> None:
 def test_the_length_is_found(kind: str) -> None:
     model = target(kind)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    assert rotates_alike_up_to(model) == (LIMIT if kind in {*DEPENDS, "phi3"} else None)
+    assert rotates_alike_up_to(model) == (LIMIT if kind in DEPENDS else None)
     after = dict(model.named_buffers())
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], buffer) for name, buffer in before.items())
@@ -103,21 +66,22 @@ def test_the_length_is_found(kind: str) -> None:
 @pytest.mark.thorough(every=4)
 def test_on_both_sides_of_it_the_text_is_plain(kind: str) -> None:
     model = target(kind)
-    drafter = random_drafter(model, aux_layers=[1, 2, 3])
-    depends = kind in {*DEPENDS, "phi3"}
-    below = [(8, 32, None), (30, 10, 4)]
-    for length, new, chunk in [*below, (30, 24, None), (60, 12, 16), *([(8, 60, None)] if depends else [])]:
-        inputs, crosses = prompts(length), depends and length + new > LIMIT
-        wanted = write(model, inputs, new)
-        assert torch.equal(wanted, write(model, inputs, new, drafter, prefill_chunk_size=chunk))
-        assert drafter.stats is not None
-        assert drafter.stats.loop == ("plain" if crosses else "own")
-        assert ("rotates all positions in another way" in drafter.stats.reason) == crosses
+    drafter, depends = random_drafter(model, aux_layers=[1, 2, 3]), kind in DEPENDS
+
+    def read_a_short_text() -> dict[str, Any]:
+        model(torch.tensor([[5, 6]]))  # "dynamic" goes by the longest text so far until it has read one
+        return {}
+
+    for length, new, chunk in [(8, 32, None), (30, 10, 4), (30, 24, None), (60, 12, 16), *[(8, 60, None)] * depends]:
+        crosses = depends and length + new > LIMIT
+        loop, why = ("plain", "rotates all positions in another way") if crosses else ("own", "")
+        how: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "prefill_chunk_size": chunk}
+        assert_same_text(model, drafter, prompts(length), loop=loop, why=why, fresh=read_a_short_text, **how)
 
 
 @pytest.mark.parametrize("new_drafter", [True, False])
 @pytest.mark.parametrize("earlier", [None, 10, 60])
-@pytest.mark.parametrize("kind", sorted(DEPENDS))
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.thorough(every=4)
 def test_a_text_depends_on_earlier_ones_as_plain_text_does(kind: str, earlier: int | None, new_drafter: bool) -> None:
     """ "dynamic" goes by the longest text so far: plain `generate` writes another text behind a long one, and so must
@@ -145,17 +109,14 @@ def test_rows_of_a_batch_keep_away_from_it() -> None:
     """A row that is nearly done is drafted as far as the one that has most to write."""
     model = target("longrope")
     drafter = random_drafter(model, aux_layers=[1, 2, 3])
-    inputs = prompts(10, rows=3)
     for new, loop in ((20, "own"), (30, "plain"), (60, "plain")):
-        assert_same_text(model, drafter, inputs, loop=loop, do_sample=False, max_new_tokens=new)
+        assert_same_text(model, drafter, prompts(10, rows=3), loop=loop, do_sample=False, max_new_tokens=new)
 
 
 def test_served_texts_stay_below_it(caplog: pytest.LogCaptureFixture) -> None:
-    model = target("longrope")
-    drafter = random_drafter(model, aux_layers=[1, 2, 3])
-    tokenizer: PreTrainedTokenizerBase = demo_tokenizer()
+    drafter = random_drafter(target("longrope"), aux_layers=[1, 2, 3])
     with caplog.at_level(logging.WARNING, logger="eagle31_hf"):
-        engine = Engine(drafter, tokenizer, EngineSettings(context=512))
+        engine = Engine(drafter, demo_tokenizer(), EngineSettings(context=512))
     engine.close(0)
     assert engine.settings.context == LIMIT - largest_shape(drafter, rows=2, by_graphs=False).depth
     assert "another way" in caplog.text

@@ -32,12 +32,9 @@ from helpers import (
     random_target,
 )
 
-TREE: dict[str, Any] = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
 NEW = 12
-FAMILIES = ("gemma3", "qwen2.5_vl")  # windows and pictures that see both ways; positions along several axes
-
-
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+FAMILIES = ("gemma3", "qwen2.5_vl")  # windows and pictures that see both ways; positions along several axes
 
 
 @functools.cache
@@ -53,35 +50,31 @@ def greedy(model: Any, inputs: dict[str, Any], **kwargs: Any) -> Any:
 def assert_is_plains(family: str, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
     """By our own loop, with drafts of which some are right."""
     model, drafter = pair(family)
-    return assert_same_text(model, drafter, inputs, oracle=1, settings=TREE, **{**GREEDY, **kwargs})
+    tree = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
+    return assert_same_text(model, drafter, inputs, oracle=1, settings=tree, **{**GREEDY, **kwargs})
 
 
 # --- what else than pictures ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.contract
-@pytest.mark.parametrize("family", ["qwen2.5_vl", "qwen3_vl"])
-def test_films(family: str) -> None:
+def film(family: str, seed: int) -> dict[str, Tensor]:
     """Two frames, of which each takes a step in time."""
-    texts = []
-    for seed in (1, 2):
-        ids = torch.tensor([[5, 88, *[VIDEO] * 4, 89, 88, *[VIDEO] * 4, 89, 17, 23]])
-        inputs = {
-            "input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": 2 * (ids == VIDEO).long(),
-            "pixel_values_videos": picture_of(seed, (32, 3 * 8 * 8)), "video_grid_thw": torch.tensor([[2, 4, 4]]),
-        }  # fmt: skip
-        if family == "qwen2.5_vl":  # counts one run of tokens for a film, and the seconds of its frames
-            ids = torch.tensor([[5, 88, *[VIDEO] * 8, 89, 17, 23]])
-            inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids),
-                       "mm_token_type_ids": 2 * (ids == VIDEO).long(),
-                       "second_per_grid_ts": torch.tensor([2.0])}  # fmt: skip
-        texts.append(assert_is_plains(family, inputs))
-    assert not torch.equal(*texts)
+    frames = {"pixel_values_videos": picture_of(seed, (32, 3 * 8 * 8)), "video_grid_thw": torch.tensor([[2, 4, 4]])}
+    ids = torch.tensor([[5, 88, *[VIDEO] * 4, 89, 88, *[VIDEO] * 4, 89, 17, 23]])
+    if family == "qwen2.5_vl":  # counts one run of tokens for a film, and the seconds of its frames
+        ids = torch.tensor([[5, 88, *[VIDEO] * 8, 89, 17, 23]])
+        frames["second_per_grid_ts"] = torch.tensor([2.0])
+    kinds = 2 * (ids == VIDEO).long()
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds, **frames}
 
 
 @pytest.mark.contract
-def test_sounds() -> None:
-    texts = [assert_is_plains("qwen2_audio", hearing_inputs(sound)) for sound in (1, 2)]
+@pytest.mark.parametrize("family", ["qwen2.5_vl", "qwen3_vl", "qwen2_audio"])
+def test_films_and_sounds(family: str) -> None:
+    texts = [
+        assert_is_plains(family, hearing_inputs(seed) if family == "qwen2_audio" else film(family, seed))
+        for seed in (1, 2)
+    ]
     assert not torch.equal(*texts)
 
 
@@ -95,18 +88,14 @@ def test_a_prompt_that_ends_with_its_picture(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_several_texts_of_one_picture(family: str) -> None:
-    inputs = SEEING_FAMILIES[family].inputs(1)
-    assert_is_plains(family, inputs, num_return_sequences=2, do_sample=True, top_k=1)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_plains(family: str) -> None:
-    model, drafter = pair(family)
-    inputs = SEEING_FAMILIES[family].inputs(2)
-    asked = {"return_dict_in_generate": True, "output_logits": True}
-    plain, ours = greedy(model, inputs, **asked), greedy(model, inputs, assistant_model=drafter, **asked)
-    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize(
+    "how",
+    [{"num_return_sequences": 2, "do_sample": True, "top_k": 1},
+     {"return_dict_in_generate": True, "output_logits": True}],
+    ids=["several texts", "scores"],
+)  # fmt: skip
+def test_what_else_generate_returns(family: str, how: dict[str, Any]) -> None:
+    assert_is_plains(family, SEEING_FAMILIES[family].inputs(1), **how)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -135,33 +124,32 @@ def test_the_next_turn_still_sees_the_picture(family: str, whole: bool) -> None:
     """In the cache; what is passed is text. Once the turn before is ours, once it is plain."""
     model, drafter = pair(family)
     texts = []
-    for first, second in (({}, {}), ({"assistant_model": drafter}, {"assistant_model": drafter}),
-                          ({}, {"assistant_model": drafter})):  # fmt: skip
+    for first, second in ((None, None), (drafter, drafter), (None, drafter)):
         cache = hf.DynamicCache(config=model.config.get_text_config())
-        inputs = SEEING_FAMILIES[family].inputs(1)
-        answer = greedy(model, inputs, past_key_values=cache, return_dict_in_generate=True, **first).sequences
+        inputs = SEEING_FAMILIES[family].inputs(1) | {"past_key_values": cache}
+        answer = greedy(model, inputs, return_dict_in_generate=True, assistant_model=first).sequences
         more = torch.cat((answer, torch.tensor([[7, 9, 11]])), dim=1)
         passed = more if whole else more[:, cache.get_seq_length() :]
         turn = {"input_ids": passed, "attention_mask": torch.ones_like(more), "past_key_values": cache}
-        texts.append(greedy(model, turn, **second)[:, -NEW:])
+        texts.append(greedy(model, turn, assistant_model=second)[:, -NEW:])
     assert torch.equal(texts[1], texts[0])
     assert torch.equal(texts[2], texts[0])
 
 
 def test_new_pictures_behind_a_cache_are_plains_business() -> None:
     model, drafter = pair("llava")
-    texts = []
-    for assistant in ({}, {"assistant_model": drafter}):
+    before = left_padded(random_prompts(1, vocabulary=80))
+    inputs = SEEING_FAMILIES["llava"].inputs(1)
+    whole = torch.cat((greedy(model, before), inputs["input_ids"]), dim=1)
+    inputs |= {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
+
+    def fresh() -> dict[str, Any]:
         cache = hf.DynamicCache(config=model.config.get_text_config())
-        first = greedy(model, left_padded(random_prompts(1, vocabulary=80)), past_key_values=cache)
-        inputs = SEEING_FAMILIES["llava"].inputs(1)
-        whole = torch.cat((first, inputs["input_ids"]), dim=1)
-        turn = {**inputs, "input_ids": whole, "attention_mask": torch.ones_like(whole), "past_key_values": cache}
-        texts.append(greedy(model, turn, **assistant))
-    assert torch.equal(*texts)
-    assert drafter.stats is not None
+        greedy(model, before, past_key_values=cache)
+        return {"past_key_values": cache}
+
+    assert_same_text(model, drafter, inputs, loop="plain", why="cache", fresh=fresh, **GREEDY)
     assert "pixel" in drafter.stats.reason or "mm_encoder_outputs" in drafter.stats.reason
-    assert "cache" in drafter.stats.reason
 
 
 # --- what our loop does not take --------------------------------------------------------------------------------------
@@ -169,10 +157,11 @@ def test_new_pictures_behind_a_cache_are_plains_business() -> None:
 
 def test_an_input_that_no_test_knows_goes_by_another_loop_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model, drafter = pair("qwen3_vl")
+    why = "mm_token_type_ids, which our loop does not hand on"
     monkeypatch.setattr(routes, "READ_WITH_THE_PROMPT", {"pixel_values", "mm_encoder_outputs"})
     for rows in (1, 3):
-        assert_same_text(model, drafter, SEEING_FAMILIES["qwen3_vl"].inputs(1, rows), loop="plain", **GREEDY)
-        assert "mm_token_type_ids, which our loop does not hand on" in drafter.stats.reason
+        inputs = SEEING_FAMILIES["qwen3_vl"].inputs(1, rows)
+        assert_same_text(model, drafter, inputs, loop="plain", why=why, **GREEDY)
 
 
 def test_an_input_of_every_forward_is_found_out() -> None:
@@ -181,10 +170,8 @@ def test_an_input_of_every_forward_is_found_out() -> None:
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
     inputs = left_padded(random_prompts(1))
     inputs["token_type_ids"] = torch.ones_like(inputs["input_ids"])
-    text = assert_same_text(model, drafter, inputs, loop="plain", **GREEDY)
+    text = assert_same_text(model, drafter, inputs, loop="plain", why="logits differ", **GREEDY)
     assert not torch.equal(text, greedy(model, {**inputs, "token_type_ids": None})), "or nothing is tested"
-    assert "token_type_ids" in drafter.stats.reason
-    assert "logits differ" in drafter.stats.reason
     with configured(drafter, speculation_loop="own"), pytest.raises(UnsupportedGenerationError, match="token_type_ids"):
         greedy(model, inputs, assistant_model=drafter)
 
@@ -192,10 +179,8 @@ def test_an_input_of_every_forward_is_found_out() -> None:
 def test_positions_that_were_counted_wrong_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = SEEING_FAMILIES["qwen2.5_vl"].model()
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
-    inputs = SEEING_FAMILIES["qwen2.5_vl"].inputs(1)
-    with monkeypatch.context() as broken:
-        broken.setattr(SpeculativeCache, "offset_positions", lambda *_: None)
-        assert_same_text(model, drafter, inputs, loop="plain", **GREEDY)
+    monkeypatch.setattr(SpeculativeCache, "offset_positions", lambda *_: None)
+    assert_same_text(model, drafter, SEEING_FAMILIES["qwen2.5_vl"].inputs(1), loop="plain", **GREEDY)
 
 
 def test_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:

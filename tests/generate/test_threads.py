@@ -15,45 +15,27 @@ from torch import Tensor
 
 from eagle31_hf.stats import LastStats, SpeculationStats
 from helpers import (
+    Shown,
+    assert_same_text,
     configured,
     drafter_of,
     left_padded,
-    oracle_drafts,
-    prompts_for,
     random_prompts,
     target_of,
     use_fixed_shapes_only,
 )
 
 THREADS = 8
-SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {},
-    "dynamic": {"draft_top_k": 2, "draft_tree_size": 11},
-    "chain compiled": {"acceleration": "compile"},
-    "dynamic compiled": {"draft_top_k": 2, "draft_tree_size": 11, "acceleration": "compile"},
-}
+TREE: dict[str, Any] = {"draft_top_k": 2, "draft_tree_size": 11}
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 
 
 class OnPurpose(Exception):
     """Raised by a streamer."""
 
 
-class Raising:
-    """A streamer that gives up after some blocks."""
-
-    def __init__(self, after: int):
-        self.left = after
-
-    def put(self, value: Tensor) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise OnPurpose
-
-    def end(self) -> None: ...
-
-
 def write(inputs: dict[str, Tensor], length: int, **kwargs: Any) -> Any:
-    return target_of("llama").generate(**inputs, max_new_tokens=length, do_sample=False, pad_token_id=0, **kwargs)
+    return target_of("llama").generate(**inputs, max_new_tokens=length, **GREEDY, **kwargs)
 
 
 def tasks(count: int, largest_batch: int) -> list[tuple[dict[str, Tensor], int]]:
@@ -65,54 +47,52 @@ def tasks(count: int, largest_batch: int) -> list[tuple[dict[str, Tensor], int]]
     ]
 
 
-def side_by_side(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Results of the calls, made by `THREADS` threads that begin together."""
-    together = threading.Barrier(THREADS)
+def side_by_side(call: Callable[[int], Any], count: int) -> list[Any]:
+    """Results of so many calls, made by `THREADS` threads that begin together."""
+    together, results = threading.Barrier(THREADS), dict[int, Any]()
 
-    def begin(share: list[tuple[int, Callable[[], Any]]]) -> list[tuple[int, Any]]:
+    def begin(first: int) -> None:
         together.wait()
-        return [(index, call()) for index, call in share]
+        results.update({index: call(index) for index in range(first, count, THREADS)})
 
-    shares = [list(enumerate(calls))[start::THREADS] for start in range(THREADS)]
     with ThreadPoolExecutor(THREADS) as pool:
-        done = [pair for share in pool.map(begin, shares) for pair in share]
-    return [result for _, result in sorted(done, key=lambda pair: pair[0])]
+        list(pool.map(begin, range(THREADS)))
+    return [results[index] for index in range(count)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "each"), [("chain", 8), ("dynamic", 3), ("chain compiled", 3), ("dynamic compiled", 3)]
-)
+@pytest.mark.parametrize("acceleration", ["eager", "compile"])
+@pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
 @pytest.mark.thorough(every=4)
-def test_texts_are_those_of_one_call_after_the_other(shape: str, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_those_of_one_call_after_the_other(
+    shape: dict[str, Any], acceleration: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_fixed_shapes_only(monkeypatch)
-    work = tasks(THREADS * each, 3)
+    work = tasks(THREADS * 4, 3)
     alone = [write(inputs, length) for inputs, length in work]
 
-    def call(index: int) -> Tensor | str:
+    def call(index: int) -> Tensor | None:
         inputs, length = work[index]
-        raises = {"streamer": Raising(1 + index % 3)} if index % 10 == 9 and len(inputs["input_ids"]) == 1 else {}
+        raises = {"streamer": Shown(OnPurpose, 1 + index % 3)} if index % 9 == 0 else {}
         try:
             out = write(inputs, length, assistant_model=drafter, return_dict_in_generate=True, **raises)
         except OnPurpose:
-            return "raised on purpose"
+            return None
         assert out.speculation_stats is drafter.stats, "the thread's own"
         assert out.speculation_stats.new_tokens == length * len(inputs["input_ids"])
         return out.sequences
 
-    with configured(drafter_of("llama"), num_assistant_tokens=4, **SHAPES[shape]) as drafter:
-        texts = side_by_side([lambda index=index: call(index) for index in range(len(work))])  # type: ignore[misc]
-    raised = [text for text in texts if isinstance(text, str)]
-    assert raised
-    for text, plain in zip(texts, alone, strict=True):
-        assert isinstance(text, str) or torch.equal(text, plain)
+    settings = {"num_assistant_tokens": 4, "acceleration": acceleration, **shape}
+    with configured(drafter_of("llama"), **settings) as drafter:
+        texts = side_by_side(call, len(work))
+    assert None in texts
+    assert all(text is None or torch.equal(text, plain) for text, plain in zip(texts, alone, strict=True))
     assert drafter.binding.taps.are_empty
 
 
 def test_plain_calls_beside_ours_do_not_disturb_the_drafts() -> None:
     """Their forwards pass the same hooks."""
-    inputs, done = left_padded(prompts_for("llama", 1)), threading.Event()
-    plain = write(inputs, 24)
+    done = threading.Event()
 
     def keep_generating() -> int:
         count = 0
@@ -121,11 +101,12 @@ def test_plain_calls_beside_ours_do_not_disturb_the_drafts() -> None:
             count += 1
         return count
 
-    with ThreadPoolExecutor(1) as pool, configured(drafter_of("llama"), num_assistant_tokens=4) as drafter:
+    with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(keep_generating)
         for seed in range(6):
-            with oracle_drafts(plain, inputs["input_ids"].shape[1], seed=seed):
-                assert torch.equal(write(inputs, 24, assistant_model=drafter), plain)
+            inputs, settings = left_padded(random_prompts(1)), {"num_assistant_tokens": 4}
+            how: dict[str, Any] = {"oracle": seed, "settings": settings, "max_new_tokens": 24, **GREEDY}
+            assert_same_text(target_of("llama"), drafter_of("llama"), inputs, **how)
         done.set()
         assert beside.result() > 0
 
@@ -151,6 +132,5 @@ def test_a_copied_drafter_leaves_the_target_behind() -> None:
     for twin in (copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
         assert not twin.is_attached
         twin.attach(target_of("llama"))
-        inputs = left_padded(prompts_for("llama", 1))
-        assert torch.equal(write(inputs, 8, assistant_model=twin), write(inputs, 8))
+        assert_same_text(target_of("llama"), twin, left_padded(random_prompts(1)), max_new_tokens=8, **GREEDY)
         twin.detach()

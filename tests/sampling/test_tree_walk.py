@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from eagle31_hf.drafter.dynamic import TreeGrowth
 from eagle31_hf.drafting.draft_tree import DraftTree
-from eagle31_hf.sampling import acceptance
 from eagle31_hf.sampling.acceptance import Acceptance, accept_chosen, accept_tree_walk
 
 
@@ -86,21 +85,3 @@ def test_walking_asks_about_live_rows_alone() -> None:
     assert asked == [2]
     assert walked.length.tolist() == [1, 1, 1]
     assert walked.bonus.tolist() == [0, 0, 9]
-
-
-def test_chain_path_equals_tree_path() -> None:
-    tokens = torch.randint(0, 2, (200, 5), generator=seeded(3))
-    choice = torch.randint(0, 2, (200, 5), generator=seeded(4))
-    tree = DraftTree.chain(tokens)
-    fast, general = acceptance._follow_chain(tree, choice), acceptance._follow_tree(tree, choice)
-    assert fast.length.unique().numel() == 5
-    assert torch.equal(tokens_added(fast, tree)[:, 0], tokens_added(general, tree)[:, 0])
-    for field in ("length", "bonus", "best"):
-        assert torch.equal(getattr(fast, field), getattr(general, field)), field
-
-
-def test_root_alone_yields_the_targets_token() -> None:
-    tree = DraftTree.chain(torch.zeros(4, 1, dtype=torch.long))
-    accepted = accept_chosen(tree, torch.tensor([[3], [1], [0], [2]]))
-    assert accepted.length.tolist() == [1] * 4
-    assert accepted.bonus.tolist() == [3, 1, 0, 2]

@@ -54,12 +54,6 @@ class DraftTree:
     scores: Tensor | None = None
     valid: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        shape = self.tokens.shape
-        assert self.parents.shape == shape, "one parent per node"
-        assert self.depths.shape == shape, "one depth per node"
-        assert self.ancestors.shape == (*shape, shape[1]), "ancestors is (B, N, N)"
-
     @classmethod
     def chain(cls, tokens: Tensor) -> DraftTree:
         """A tree of width 1: `tokens (B, K+1)`, the last accepted token and `K` drafts in order."""
