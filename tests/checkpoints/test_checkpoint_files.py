@@ -8,10 +8,11 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import errors as hub
+from safetensors import SafetensorError
 from tiny_checkpoints import KEPT_IDS, PLAIN, layout, make, save, sharded, t2d
 
 from eagle31_hf.checkpoints import inspect_checkpoint, read_checkpoint, resolve_checkpoint, write_checkpoint
-from eagle31_hf.errors import CheckpointFormatError, CheckpointNotFoundError
+from eagle31_hf.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 
 # ---------------------------------------------------------------- files and folders
 
@@ -28,16 +29,18 @@ class Broken(RuntimeError):
     pass
 
 
+def full_disk(_tensors, path, **_how):
+    """What safetensors raises there is no OSError."""
+    path.write_bytes(b"half of it")
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
 @pytest.mark.parametrize("step", ["weights", "first rename", "second rename"])
 def test_an_interrupted_write_never_leaves_a_mixed_checkpoint(tmp_path, monkeypatch, step):
     write_checkpoint(make(), tmp_path)
     (tmp_path / "README.md").write_text("kept")
-    old = read_checkpoint(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     renames = []
-
-    def half_written(tensors, path, metadata):
-        Path(path).write_bytes(b"half")
-        raise Broken
 
     def failing_rename(source, target):
         renames.append(target)
@@ -46,19 +49,27 @@ def test_an_interrupted_write_never_leaves_a_mixed_checkpoint(tmp_path, monkeypa
         Path(source).rename(target)
 
     if step == "weights":
-        monkeypatch.setattr("eagle31_hf.checkpoints.files.save_file", half_written)
+        monkeypatch.setattr("eagle31_hf.checkpoints.files.save_file", full_disk)
     else:
         monkeypatch.setattr("eagle31_hf.checkpoints.files.os.replace", failing_rename)
-    with pytest.raises(Broken):
+    with pytest.raises((CheckpointError, Broken)):
         write_checkpoint(make(norm_output=True), tmp_path)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left <= {"README.md", "config.json", "model.safetensors"}
+    left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     if step == "weights":
-        assert read_checkpoint(tmp_path).config.to_dict() == old.config.to_dict()
+        assert left == before
     else:
-        with pytest.raises(CheckpointFormatError, match=r"has no config\.json"):
-            read_checkpoint(tmp_path)
-    assert (tmp_path / "README.md").read_text() == "kept"
+        assert left.keys() <= before.keys() - {"config.json"}
+        assert left["README.md"] == b"kept"
+
+
+def test_where_nothing_can_be_written_is_told_in_a_line_and_left_as_it_was(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        write_checkpoint(make(), tmp_path / "file" / "drafter")
+    monkeypatch.setattr("eagle31_hf.checkpoints.files.save_file", full_disk)
+    with pytest.raises(CheckpointError, match=r"could not be written to .*No space left.*another\s+folder"):
+        write_checkpoint(make(), tmp_path / "new" / "drafter")
+    assert not (tmp_path / "new").exists()
 
 
 def test_whoever_may_read_the_config_may_read_the_weights(tmp_path):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny_checkpoints import (
     KEPT_IDS,
@@ -17,7 +16,7 @@ from tiny_checkpoints import (
 
 from eagle31_hf.checkpoints import FORMATS, WRITTEN_FORMATS, Checkpoint, read_checkpoint, write_checkpoint
 from eagle31_hf.checkpoints.layouts import COMPLETED_LAYER, HS_INDEX, SGLANG_RULE
-from eagle31_hf.errors import CheckpointError, ConfigurationError
+from eagle31_hf.errors import ConfigurationError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -106,38 +105,6 @@ def test_a_target_is_named_where_each_loader_looks(tmp_path):
     assert configs["plain"]["target_model"] == TARGET
     assert configs["speculators"]["speculators_config"]["verifier"] == TARGET
     assert "target_model" not in configs["speculators"]
-
-
-def contents(folder) -> list[bytes]:
-    return [(folder / name).read_bytes() for name in ("config.json", "model.safetensors")]
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_full_disk_is_told_in_a_line_and_leaves_things_as_they_were(tmp_path, monkeypatch, is_there):
-    """What safetensors raises there is no OSError."""
-    folder = tmp_path / "new" / "drafter"
-    if is_there:
-        write_checkpoint(make(), folder)
-        before = contents(folder)
-
-    def full(_tensors, path, **_how):
-        path.write_bytes(b"half of it")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr("eagle31_hf.checkpoints.files.save_file", full)
-    with pytest.raises(CheckpointError, match=r"could not be written to .*No space left.*another\s+folder"):
-        write_checkpoint(make(), folder)
-    if is_there:
-        assert contents(folder) == before
-        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-    else:
-        assert not folder.parent.exists()
-
-
-def test_a_place_that_cannot_be_made_is_told_in_a_line(tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    with pytest.raises(CheckpointError, match="could not be written"):
-        write_checkpoint(make(), tmp_path / "file" / "drafter")
 
 
 # ---------------------------------------------------------------- documentation
