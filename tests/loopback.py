@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.serving.app import HttpServer, ServerSettings, make_app
+from eagle31_hf.serving.app import HttpServer, make_app
 from eagle31_hf.serving.engine import Engine, EngineSettings
 from eagle31_hf.texts.chats import encode_chat
 
@@ -61,11 +61,12 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def serving(pair: LoadedPair, sizes: EngineSettings = SIZES, **settings: Any) -> Iterator[Served]:
+def serving(
+    pair: LoadedPair, sizes: EngineSettings = SIZES, *, grace_s: float = 10.0, **settings: Any
+) -> Iterator[Served]:
     """A server of its own, stopped at the end."""
     engine = Engine(pair.drafter, pair.tokenizer, sizes)
-    told = ServerSettings(MODEL, **settings)
-    server = HttpServer(make_app(engine, told), engine, grace_s=told.grace_s, port=0)
+    server = HttpServer(make_app(engine, model=MODEL, **settings), engine, grace_s=grace_s, port=0)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

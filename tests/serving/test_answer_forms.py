@@ -130,7 +130,7 @@ def parsed(tokenizer, text, cut=None, prompt=(), tools=TOOLS):
     pieces = [text] if cut is None else [text[at : at + cut] for at in range(0, len(text), cut)]
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     content, reasoning = "".join(p.content for p in parts), "".join(p.reasoning for p in parts)
-    return content, reasoning, [(p.call.name, json.loads(p.call.arguments)) for p in parts if p.call]
+    return content, reasoning, [(p.call["name"], json.loads(p.call["arguments"])) for p in parts if p.call]
 
 
 @pytest.fixture
@@ -346,12 +346,10 @@ def test_forced_calls_are_read_back(name):
     tokenizer = tokenizer_of(name)
     grammar = call_grammar(form_of(tokenizer), TOOLS, str(tokenizer.chat_template))
     compiled = GrammarCompiler(tokenizer, len(tokenizer), frozenset([2])).compile("grammar", grammar)
-    from llguidance import LLMatcher
-
     own = {"Hermes JSON", "Qwen XML", "GLM XML"}
     calls = [("get_weather", {"text": "a b", "count": 3, "sure": True, "inner": {"x": [1]}})]
     text = FORMS[name][1](calls) if name in own else as_json(calls[0])
-    matcher = LLMatcher(compiled.tokenizer, compiled.description)
+    matcher = compiled.matcher
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         assert matcher.consume_token(token), tokenizer.decode([token])
     assert matcher.is_accepting()
@@ -393,15 +391,13 @@ TYPED_ELSEWHERE = {
 )  # fmt: skip
 def test_values_are_read_and_forced_by_types_that_stand_elsewhere(name, values):
     pytest.importorskip("llguidance")
-    from llguidance import LLMatcher
-
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": TYPED_ELSEWHERE}}]
     tokenizer, calls = tokenizer_of(name), [("get_weather", values)]
     text = FORMS[name][1](calls)
     assert parsed(tokenizer, text, 3, tools=tools) == ("", "", calls)
     grammar = call_grammar(form_of(tokenizer), tools, str(tokenizer.chat_template))
     compiled = GrammarCompiler(tokenizer, len(tokenizer), frozenset([2])).compile("grammar", grammar)
-    matcher = LLMatcher(compiled.tokenizer, compiled.description)
+    matcher = compiled.matcher
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         assert matcher.consume_token(token), tokenizer.decode([token])
     assert matcher.is_accepting()

@@ -67,7 +67,7 @@ def serve(
     asked = source.context if source.memory is None else None  # of a row, where nothing is planned
     loaded = replace(source, context=None) if asked else source
     pair = load_pair(loaded, drafting, batch=rows)
-    from ..serving.app import HttpServer, ServerSettings, make_app
+    from ..serving.app import HttpServer, make_app
     from ..serving.engine import Engine, EngineSettings
 
     settings = EngineSettings(
@@ -77,11 +77,8 @@ def serve(
         prefill_chunk=prefill_chunk or _prefill_chunk(pair),
     )
     name = model_name or Path(source.target or "eagle31-demo").name
-    behaviour = ServerSettings(
-        name, api_key=api_key or None, grace_s=grace, allow_origins=tuple(allow_origin or ())
-    )  # fmt: skip
     engine = Engine(pair.drafter, pair.tokenizer, settings)
-    app = make_app(engine, behaviour)
+    app = make_app(engine, model=name, api_key=api_key or None, allow_origins=allow_origin or ())
     console.print(
         f"{name}: {settings.max_rows} texts at once, {engine.settings.context:,} tokens each, "
         f"{_address(listening)}/v1 (Ctrl-C to stop)",

@@ -30,19 +30,12 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of a thought's field in published templates."""
 
 
-class ToolCall(NamedTuple):
-    """A call the model wants made; `arguments` is JSON."""
-
-    name: str
-    arguments: str
-
-
 class AnswerPart(NamedTuple):
-    """What a piece of text turned out to be: one of the three."""
+    """What a piece of text turned out to be: one of the three. Of a call `"name"` and `"arguments"`, which is JSON."""
 
     content: str = ""
     reasoning: str = ""
-    call: ToolCall | None = None
+    call: dict[str, str] | None = None
 
 
 def ends_in_thought(tokenizer: PreTrainedTokenizerBase, form: AnswerForm, prompt: Sequence[int]) -> bool:
@@ -160,21 +153,21 @@ class AnswerParser:
             return None
         return found.get("tool_calls")
 
-    def _calls_in(self, found: Any) -> list[ToolCall]:
+    def _calls_in(self, found: Any) -> list[dict[str, str]]:
         """Calls in one of the shapes models write; none if one of them is no call of the tools."""
         listed = found if isinstance(found, list) else [found]
         flat = [each for entry in listed for each in (entry if isinstance(entry, list) else [entry])]
         calls = [self._call(each) for each in flat]
         return [call for call in calls if call] if all(calls) else []
 
-    def _call(self, found: Any) -> ToolCall | None:
+    def _call(self, found: Any) -> dict[str, str] | None:
         inner = found.get("function") if isinstance(found, dict) else None
         function = inner if isinstance(inner, dict) else found
         if not isinstance(function, dict) or function.get("name") not in self._names:
             return None
         arguments = function.get("arguments", function.get("parameters", {}))
         as_json = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return ToolCall(function["name"], as_json)
+        return {"name": function["name"], "arguments": as_json}
 
 
 def _with_types_known(tool: Fields) -> Fields:
@@ -355,8 +348,8 @@ class _ChatChoice:
         if self._calls and not self._body.parallel_tool_calls:
             return {}
         number = self._calls_before + self._calls
-        name = self._call_id.format(random=uuid.uuid4().hex, name=part.call.name, number=number)
-        call = {"index": self._calls, "id": name, "type": "function", "function": part.call._asdict()}
+        name = self._call_id.format(random=uuid.uuid4().hex, name=part.call["name"], number=number)
+        call = {"index": self._calls, "id": name, "type": "function", "function": part.call}
         self._calls += 1
         return {"tool_calls": [call]}
 
@@ -438,14 +431,8 @@ def _prompt_logprobs(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], echoed: str
 ) -> Fields:
     """Of a prompt's tokens, of which the first follows nothing; offsets count within the text that is echoed."""
-    texts = TokenTexts(tokenizer, ())
-    first = texts.add(prompt[0])
-    told = _completion_logprobs(texts, logprobs)
-    whole = "".join([first, *told["tokens"]])
+    told = _completion_logprobs(TokenTexts(tokenizer, ()), [TokenLogprob(prompt[0], 0.0), *logprobs])
+    told["token_logprobs"][0] = told["top_logprobs"][0] = None
+    whole = "".join(told["tokens"])
     before = len(whole) - len(echoed) if whole.endswith(echoed) else 0  # what the tokenizer begins texts with
-    return {
-        "tokens": [first, *told["tokens"]],
-        "token_logprobs": [None, *told["token_logprobs"]],
-        "top_logprobs": [None, *told["top_logprobs"]],
-        "text_offset": [max(0, at - before) for at in (0, *told["text_offset"])],
-    }
+    return told | {"text_offset": [max(0, at - before) for at in told["text_offset"]]}

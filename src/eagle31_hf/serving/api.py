@@ -11,7 +11,7 @@ from ..errors import ConfigurationError
 from ..texts.chats import encode_chat, is_read, is_reserved
 from .answers import ends_in_thought
 from .api_errors import ApiError, TooLongError
-from .bodies import DEFAULT_COMPLETION_TOKENS, NO_LIMIT, AnyBody, Body, ChatBody, CompletionBody, Constraint
+from .bodies import DEFAULT_COMPLETION_TOKENS, NO_LIMIT, AnyBody, ChatBody, CompletionBody, Constraint
 from .engine import Engine
 from .forms import call_grammar
 from .grammar import Grammar, GrammarCompiler, OpenThought
@@ -32,12 +32,12 @@ class Translator:
         return self._of_chat(body) if isinstance(body, ChatBody) else self._of_completion(body)
 
     def _of_chat(self, body: ChatBody) -> list[Request]:
+        form, grammar = self._engine.form, self._grammar(body.constraint)
         try:
             kwargs, _ = self._template_kwargs(body)
             prompt = encode_chat(self._tokenizer, body.for_template, tools=body.offered, **kwargs)
         except ConfigurationError as error:
             raise ApiError(str(error), param="tools" if "tools" in str(error) else "messages") from error
-        form, grammar = self._engine.form, self._grammar(body.constraint)
         texts = self._choices(prompt, body, grammar)
         if grammar is not None and ends_in_thought(self._tokenizer, form, prompt):
             thought = OpenThought(self._tokenizer, form.think[1], texts[0].max_new_tokens // 2)
@@ -54,7 +54,7 @@ class Translator:
             texts += self._choices(ids, body, grammar, DEFAULT_COMPLETION_TOKENS)
         return [replace(text, prompt_logprobs=body.logprobs if body.echo else None) for text in texts]
 
-    def ignored(self, body: Body) -> list[str]:
+    def ignored(self, body: AnyBody) -> list[str]:
         """Fields of a body that change nothing: they are not read, here or by the chat template."""
         unread = sorted(body.model_extra or {})
         return unread + (self._template_kwargs(body)[1] if isinstance(body, ChatBody) else [])
@@ -72,7 +72,7 @@ class Translator:
         return dict(values[field] for field in values if field not in unread), unread
 
     def _choices(
-        self, prompt: Sequence[int], body: Body, grammar: Grammar | None, default_tokens: int | None = None
+        self, prompt: Sequence[int], body: AnyBody, grammar: Grammar | None, default_tokens: int | None = None
     ) -> list[Request]:
         longest = self._engine.settings.context
         if len(prompt) >= longest:
@@ -116,7 +116,7 @@ class Translator:
             raise ApiError(f"{wanted.field}: {error}", param=wanted.field, code="invalid_schema") from error
 
 
-def _sampling(body: Body, choice: int) -> Sampling:
+def _sampling(body: AnyBody, choice: int) -> Sampling:
     """Several choices of one seed are several texts."""
     sampling = Sampling(**{field.name: getattr(body, field.name) for field in fields(Sampling)})
     top_k = None if body.top_k is None else max(body.top_k, 0)

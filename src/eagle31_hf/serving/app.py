@@ -8,8 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -26,7 +25,7 @@ from ..errors import ConfigurationError, Eagle31Error, UnsupportedGenerationErro
 from .answers import AnswerWriter, timings_of, writer_of
 from .api import Translator
 from .api_errors import ApiError
-from .bodies import Body, ChatBody, CompletionBody, parse, parse_json
+from .bodies import AnyBody, ChatBody, CompletionBody, parse, parse_json
 from .engine import Engine
 from .metrics import ServerMetrics
 from .rows import ServedText
@@ -40,23 +39,6 @@ TELLING_S = 5.0
 """What connections get to be told how their text ended, once none is written any more."""
 
 logger = logging.getLogger("eagle31_hf.requests")
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """How the server behaves towards its clients.
-
-    Attributes:
-        model: the name clients ask for.
-        api_key: what they have to show; `None`: nothing.
-        grace_s: what running texts get to end in when the server is shut down.
-        allow_origins: web pages (`http://localhost:3000`) that a browser may let ask.
-    """
-
-    model: str
-    api_key: str | None = None
-    grace_s: float = 10.0
-    allow_origins: tuple[str, ...] = ()
 
 
 class HttpServer(uvicorn.Server):
@@ -85,16 +67,16 @@ class HttpServer(uvicorn.Server):
         await closing
 
 
-def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
-    """The ASGI application; shuts the engine down as it ends."""
+def make_app(engine: Engine, *, model: str, api_key: str | None = None, allow_origins: Sequence[str] = ()) -> FastAPI:
+    """The ASGI application.
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(engine.close, settings.grace_s)
-
-    app = FastAPI(title="eagle31", lifespan=lifespan, openapi_url=None)
-    server = _Server(engine, settings)
+    Args:
+        model: the name clients ask for.
+        api_key: what they have to show; `None`: nothing.
+        allow_origins: web pages (`http://localhost:3000`) that a browser may let ask.
+    """
+    app = FastAPI(title="eagle31", openapi_url=None)
+    server = _Server(engine, model, api_key)
     app.add_api_route("/health", server.health, methods=["GET"], response_model=None)
     for method, path, handler in (
         ("POST", "/v1/chat/completions", server.chat),
@@ -105,9 +87,9 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     ):
         key = [Depends(server.check_key)]
         app.add_api_route(path, handler, methods=[method], response_model=None, dependencies=key)
-    if settings.allow_origins:
+    if allow_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware, allow_origins=allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     for kind in (Eagle31Error, HTTPException, Exception):
         app.add_exception_handler(kind, _as_response)
@@ -117,8 +99,8 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
 class _Server:
     """The handlers."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings):
-        self.engine, self.settings = engine, settings
+    def __init__(self, engine: Engine, name: str, api_key: str | None):
+        self.engine, self.name, self.api_key = engine, name, api_key
         self.translator = Translator(engine)
         self.figures = ServerMetrics(engine)
         self.started, self._named = int(time.time()), set[str]()
@@ -126,7 +108,7 @@ class _Server:
     async def health(self) -> Response:
         """200 while texts are taken, 503 from then on."""
         engine, alive = self.engine, self.engine.is_alive
-        state = {"status": "ok" if alive else "shutting down", "model": self.settings.model}
+        state = {"status": "ok" if alive else "shutting down", "model": self.name}
         figures = {"running": engine.scheduler.running, "waiting": len(engine.scheduler.waiting)}
         return JSONResponse(state | figures, status_code=200 if alive else 503)
 
@@ -142,7 +124,7 @@ class _Server:
 
     def _model(self) -> dict[str, Any]:
         return {
-            "id": self.settings.model,
+            "id": self.name,
             "object": "model",
             "created": self.started,
             "owned_by": "eagle31",
@@ -161,12 +143,12 @@ class _Server:
         """`POST /v1/completions`."""
         return await self._answer(request, CompletionBody)
 
-    async def _answer(self, request: HttpRequest, kind: type[ChatBody] | type[CompletionBody]) -> Response:
+    async def _answer(self, request: HttpRequest, kind: type[AnyBody]) -> Response:
         body = parse(kind, parse_json(await self._body(request)))
         self._check_model(body.model)
         # Templates, grammars and tokenizing take a while: not on the loop that feeds every stream.
         texts = await asyncio.to_thread(self.translator.texts_of, body)
-        writer = writer_of(self.settings.model, self.engine.tokenizer, self.engine.form, body, texts)
+        writer = writer_of(self.name, self.engine.tokenizer, self.engine.form, body, texts)
         headers, run = self._headers(body), _Run(self, texts)
         run.start()
         if body.stream:
@@ -179,7 +161,7 @@ class _Server:
         whole = writer.whole(run.usages) | {"timings": run.timings}
         return Response(_json(whole), media_type="application/json", headers=headers)
 
-    def _headers(self, body: Body) -> dict[str, str]:
+    def _headers(self, body: AnyBody) -> dict[str, str]:
         """Names of what did not change the answer: fields of the request, settings of the target."""
         ignored = [_printable(name) for name in self.translator.ignored(body)]
         new = [name for name in ignored if name not in self._named]
@@ -225,18 +207,17 @@ class _Server:
     # --- checks ----------------------------------------------------------------------------------------------------
 
     async def check_key(self, request: HttpRequest) -> None:
-        wanted = self.settings.api_key
-        if wanted is None:
+        if self.api_key is None:
             return
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), wanted.encode()):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), self.api_key.encode()):
             what = "no API key" if not shown else "another API key than this server's"
             message, headers = f"got {what}; send it as 'Authorization: Bearer KEY'", {"WWW-Authenticate": "Bearer"}
             raise ApiError(message, status=401, code="invalid_api_key", headers=headers)
 
     def _check_model(self, name: str) -> None:
-        if name != self.settings.model:
-            message = f"the model {name!r} is not served here; {self.settings.model!r} is"
+        if name != self.name:
+            message = f"the model {name!r} is not served here; {self.name!r} is"
             raise ApiError(message, status=404, code="model_not_found", param="model")
 
     async def _body(self, request: HttpRequest) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -135,13 +135,9 @@ class Tool(_Part):
     function: ToolFunction
 
 
-class NamedFunction(BaseModel):
-    name: str
-
-
 class NamedTool(BaseModel):
     type: Literal["function"] = "function"
-    function: NamedFunction
+    function: ToolFunction
 
 
 class AllowedTools(BaseModel):
@@ -292,24 +288,17 @@ class Body(BaseModel):
         return self.max_tokens
 
     @property
-    def alternatives(self) -> int | None:
-        """How many to tell beside each token's log-probability; `None`: no log-probabilities."""
-        raise NotImplementedError
+    def constraint(self) -> Constraint | None:
+        """What the text has to follow, whichever field says so."""
+        asked = self._constraints
+        if len(asked) > 1:
+            fields = " and ".join(each.field for each in asked)
+            raise ApiError(f"got {fields}; a text can follow one of them: leave the others out", param=asked[-1].field)
+        return asked[0] if asked else None
 
     @property
     def _constraints(self) -> list[Constraint]:
         return self.structured_outputs.constraints
-
-    @property
-    def constraint(self) -> Constraint | None:
-        """What the text has to follow, whichever field says so."""
-        return next(iter(self._constraints), None)
-
-    def check(self) -> None:
-        """Refuse fields that contradict each other."""
-        if len(asked := self._constraints) > 1:
-            fields = " and ".join(each.field for each in asked)
-            raise ApiError(f"got {fields}; a text can follow one of them: leave the others out", param=asked[-1].field)
 
 
 class ChatBody(Body):
@@ -332,6 +321,7 @@ class ChatBody(Body):
 
     @property
     def alternatives(self) -> int | None:
+        """How many to tell beside each token's log-probability; `None`: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -359,6 +349,7 @@ class ChatBody(Body):
         return [each for each in formats if each] + super()._constraints + calls
 
     def check(self) -> None:
+        """Refuse fields that contradict each other."""
         choice, names = self.tool_choice, [tool.function.name for tool in self.tools]
         if not names and choice not in ("none", "auto"):
             raise ApiError("tool_choice is given without tools", param="tool_choice")
@@ -370,7 +361,6 @@ class ChatBody(Body):
         if isinstance(choice, AllowedChoice):  # as if there were no others
             self.tools = [tool for tool in self.tools if tool.function.name in named]
             self.tool_choice = choice.allowed_tools.mode
-        super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("top_logprobs is given without logprobs: true", param="top_logprobs")
 
@@ -395,7 +385,6 @@ class CompletionBody(Body):
         return self.prompt if several else [self.prompt]  # type: ignore[return-value, list-item]
 
     def check(self) -> None:
-        super().check()
         if not all(self.prompts):
             raise ApiError("prompt is empty; wanted a text, token ids, or several of either", param="prompt")
         if self.max_tokens == 0 and not self.echo:
@@ -416,10 +405,9 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 AnyBody = ChatBody | CompletionBody
-Kind = TypeVar("Kind", bound=Body)
 
 
-def parse(kind: type[Kind], told: dict[str, Any]) -> Kind:
+def parse(kind: type[AnyBody], told: dict[str, Any]) -> AnyBody:
     """The body of these fields, of which null ones count as left out."""
     fields = {name: value for name, value in told.items() if value is not None}
     refuse_unserved({name: value for name, value in fields.items() if name not in kind.model_fields})

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -45,12 +44,6 @@ class AnswerForm:
     marks: frozenset[int] = frozenset()
     call_id: str = "call_{random:.24}"
 
-    @cached_property
-    def without_calls(self) -> Template:
-        """For answers that may call nothing."""
-        fields = {name: field for name, field in self.template["fields"].items() if name != "tool_calls"}
-        return self.template | {"fields": fields}
-
 
 def form_of(tokenizer: PreTrainedTokenizerBase) -> AnswerForm:
     """The form of a tokenizer's chat template."""
@@ -81,7 +74,7 @@ def _json(**arguments: Any) -> Template:
 def _form(
     name: str, calls: Template | None, think: tuple[str, str] = ("<think>", "</think>"), **more: Any
 ) -> AnswerForm:
-    thought = {"open_pattern": rf"\A\s*{_escaped(think[0])}", "close": think[1]}
+    thought = {"open_pattern": rf"\A\s*{re.escape(think[0])}", "close": think[1]}
     fields: Template = {"reasoning_content": thought, "content": {"content": "text"}}
     template = _template(fields | ({"tool_calls": calls} if calls else {}))
     return AnswerForm(name, template, think=think, **more)
@@ -89,10 +82,6 @@ def _form(
 
 def _template(fields: Template) -> Template:
     return {"start_anchor": ANCHOR, "fields": fields}
-
-
-def _escaped(mark: str) -> str:
-    return "".join(f"\\{c}" if c in "[]|()" else c for c in mark)
 
 
 _MISTRAL: dict[str, Any] = {"think": ("[THINK]", "[/THINK]"), "call_id": "{random:.9}"}

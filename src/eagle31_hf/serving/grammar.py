@@ -61,15 +61,13 @@ class Grammar:
     """A compiled constraint.
 
     Attributes:
-        tokenizer: llguidance's, which it was made for.
-        description: llguidance's.
+        matcher: llguidance's, before the first token.
         vocabulary: scores of a token.
         eos_ids: tokens that end a text; allowed where the grammar is satisfied.
         thought: what comes before.
     """
 
-    tokenizer: Any
-    description: str
+    matcher: Any
     vocabulary: int
     eos_ids: list[int]
     thought: OpenThought | None = None
@@ -87,18 +85,19 @@ class GrammarCompiler:
         that are one of several (`"choice"`), or by a grammar in Lark's notation (`"grammar"`, in which `%json {...}`
         stands for a JSON schema).
         """
-        matcher, tokenizer = _llguidance().LLMatcher, self._llguidance_tokenizer
+        made = _llguidance().LLMatcher
         try:
             if kind == "json":
-                description = matcher.grammar_from_json_schema(json.dumps(with_white_space(value)))
+                description = made.grammar_from_json_schema(json.dumps(with_white_space(value)))
             elif kind == "regex":
-                description = matcher.grammar_from_regex(value)
+                description = made.grammar_from_regex(value)
             elif kind == "choice":
                 choices = " | ".join(json.dumps(text) for text in value)
-                description = matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+                description = made.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
             else:
-                description = matcher.grammar_from_lark(value)
-            problem = matcher.validate_grammar(description, tokenizer)
+                description = made.grammar_from_lark(value)
+            matcher = made(self._llguidance_tokenizer, description)
+            problem = matcher.get_error()
         except Exception as error:  # whatever a client's text leads a parser to
             problem = str(error) or type(error).__name__
         if problem and kind == "grammar" and "::=" in value:
@@ -106,7 +105,7 @@ class GrammarCompiler:
         if problem:
             what = {"json": "JSON schema", "regex": "regular expression"}.get(kind, "grammar")
             raise ConfigurationError(f"this {what} cannot be followed: {' '.join(problem.split())}")
-        return Grammar(tokenizer, description, self._vocabulary, self._eos_ids)
+        return Grammar(matcher, self._vocabulary, self._eos_ids)
 
     @cached_property
     def _llguidance_tokenizer(self) -> Any:
@@ -137,7 +136,7 @@ class GrammarProcessor(stock.LogitsProcessor):
 
     def __init__(self, grammar: Grammar, prompt_length: int):
         self._grammar, self._prompt_length = grammar, prompt_length
-        self._matcher = _llguidance().LLMatcher(grammar.tokenizer, grammar.description)
+        self._matcher = grammar.matcher.deep_copy()
         self._seen: list[int] = []
         self._thought_length: int | None = None if grammar.thought else 0
 

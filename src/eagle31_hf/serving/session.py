@@ -89,7 +89,7 @@ class ChatSession:
     ):
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.system, self.max_new_tokens = system, max_new_tokens
-        self.temperature = _checked_temperature(temperature)
+        self.set_temperature(temperature)
         trained = getattr(target.config.get_text_config(), "max_position_embeddings", None)
         self.context = context or trained or 2**31
         self.turns: list[Message] = []
@@ -199,13 +199,9 @@ class ChatSession:
         Raises:
             ConfigurationError: not a number from 0 to 5.
         """
-        self.temperature = _checked_temperature(temperature)
-
-
-def _checked_temperature(temperature: float) -> float:
-    if not 0.0 <= temperature <= 5.0:
-        raise ConfigurationError(f"got temperature {temperature}; wanted a number from 0 (greedy) to 5")
-    return temperature
+        if not 0.0 <= temperature <= 5.0:
+            raise ConfigurationError(f"got temperature {temperature}; wanted a number from 0 (greedy) to 5")
+        self.temperature = temperature
 
 
 class _StopWhenAsked(StoppingCriteria):
