@@ -1,4 +1,4 @@
-"""A conversation of two turns to train on, and how one is rendered."""
+"""A conversation of two turns to train on, and a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 
 from eagle31_hf.texts.rows import Conversation
-from eagle31_hf.training.data import render_turns
 from eagle31_hf.training.progress import StopRequest
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.train import Run
@@ -24,11 +23,6 @@ CHAT = [
 
 def chat(**fields) -> Conversation:
     return Conversation("row-7", "sums", tuple(CHAT), **fields)
-
-
-def render(tokenizer: Any, conversation: Conversation) -> tuple[list[int], list[bool]]:
-    """Token ids and loss mask of a whole conversation."""
-    return render_turns(tokenizer, conversation)[0]
 
 
 def writing(**fields: Any) -> TrainingSettings:

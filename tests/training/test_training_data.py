@@ -1,17 +1,23 @@
-"""Training data: masks by template, the draft vocabulary."""
+"""Training data: what is learned of a row by which template, plain text, the draft vocabulary."""
 
 from __future__ import annotations
 
+import io
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from chat_rows import CHAT, chat, render
+from chat_rows import CHAT, chat, run_of, writing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
-from eagle31_hf.texts.rows import Conversation
+from eagle31_hf.texts.chats import encode_chat
+from eagle31_hf.texts.rows import Conversation, conversation_from_row
 from eagle31_hf.training.data import (
     Document,
     build_vocabulary,
@@ -21,125 +27,191 @@ from eagle31_hf.training.data import (
     render_turns,
 )
 from eagle31_hf.training.measure import evaluation_prompts
+from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.training.writing import regenerate
 
-UNMARKED = (  # the same turns without generation marks
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+ASKS = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+UNMARKED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}" + ASKS
+THINKER = (  # reasoning stands in a turn while it is the last one
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}" + ASKS
 )
-FORGETFUL = (  # reasoning of earlier turns left out, as Qwen3's does
-    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}Thinking. {% endif %}"
-    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+TOOLS = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content is defined and thinking %}({{ m.reasoning_content }}) {% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}:{{ call.function.arguments.city }}{% endfor %}"
+    "<|end|>{% endfor %}" + ASKS
 )
-ONLY_USERS = "{% for m in messages if m.role == 'user' %}<|user|>{{ m.content }}<|end|>{% endfor %}"
-
-
-def learned(tokenizer, conversation: Conversation) -> str:
-    ids, mask = render(tokenizer, conversation)
-    assert len(ids) == len(mask)
-    return tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on])
-
-
-# --- masks ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("learns_all", [False, True])
-@pytest.mark.parametrize("form", ["plain history", "history rewritten"])
-def test_turns_of_weight_0_are_never_learned(tokenizer, learns_all: bool, form: str) -> None:
-    if form == "history rewritten":
-        tokenizer.chat_template = THINKERS["unmarked"]
-    messages = (CHAT[0], {**CHAT[1], "content": "why</think>One costs 2.", "weight": 0}, *CHAT[2:])
-    for ids, mask in render_turns(tokenizer, replace(chat(), messages=messages), learns_all=learns_all):
-        text = tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on])
-        assert "10 dollars.<|end|>" in text
-        assert "One costs" not in text
-        assert ("And five?" in text) == (learns_all and form == "plain history")
-    (document,) = render_documents(
-        [replace(chat(), messages=messages), replace(chat(), messages=messages[:2])], tokenizer, max_length=200
-    ).documents
-    assert document.id == "row-7", "the other row has nothing to learn from"
-
-
-def test_a_template_that_renders_the_last_turn_otherwise(tokenizer) -> None:
-    """What only a shorter conversation would show is not in the text, so it cannot be learned."""
-    tokenizer.chat_template = FORGETFUL
-    assert learned(tokenizer, chat()).endswith("Thinking. 10 dollars.<|end|>")
-
-
-THINKERS = {  # reasoning stands in a turn while it is the last one, with and without marks; an end only at the end
-    "unmarked": (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}"
-        "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    ),
-    "marked": (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}"
-        "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|end|>{% endgeneration %}"
-        "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    ),
+TEMPLATES = {
+    "its own": "",
+    "unmarked": UNMARKED,
+    "a line behind the last turn": UNMARKED + "{{ '' if add_generation_prompt else '\n' }}",
+    # reasoning of earlier turns left out, as Qwen3's does
+    "forgetful": "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}Thinking. "
+    "{% endif %}{{ m.content }}<|end|>{% endfor %}" + ASKS,
+    "thinker": THINKER,
+    "marked thinker": "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}" + ASKS,
+    "tools": TOOLS,
+    "arguments joined": TOOLS.replace("call.function.arguments.city", "'' + call.function.arguments"),
+    "none": None,
 }
-THOUGHTS = (
-    {"role": "user", "content": "One?"}, {"role": "assistant", "content": "first thought</think>Two."},
-    {"role": "user", "content": "And?"}, {"role": "assistant", "content": "second thought</think>Ten."},
-)  # fmt: skip
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+TOOL_ROW = {
+    "id": "tools",
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "How is "}, {"type": "text", "text": "Rome?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "31 degrees", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "Hot.", "reasoning_content": "31 is much"},
+    ],
+    "tools": [WEATHER],
+    "chat_template_kwargs": {"thinking": True},
+}
+STORY = "Once upon a time there was a little boat that wanted to see the sea."
+BOTH = "One costs 2 dollars.<|end|>10 dollars.<|end|>"
 
 
-@pytest.mark.parametrize("form", THINKERS)
+def row(**fields: Any) -> Conversation:
+    return conversation_from_row(fields, where="row", fallback_id="r", category="c")
+
+
+def turns(*texts: str, **first_answer: Any) -> Conversation:
+    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+    messages[1] |= first_answer
+    return row(id="row-7", messages=messages)
+
+
+THOUGHTS = ("One?", "first thought</think>Two.", "And?", "second thought</think>Ten.")
+LATER = "second thought</think>Ten.<|end|>"
+
+
+@pytest.fixture
+def templated(tokenizer: Any, request: pytest.FixtureRequest) -> Any:
+    """The tokenizer with one of the templates."""
+    tokenizer.chat_template = tokenizer.chat_template if request.param == "its own" else TEMPLATES[request.param]
+    return tokenizer
+
+
+def with_template(*names: str) -> Any:
+    return pytest.mark.parametrize("templated", names, indirect=True)
+
+
+def learned(tokenizer: Any, conversation: Conversation, **how: bool) -> list[str]:
+    """Of each document that a conversation gives, what is learned."""
+    rendered = render_turns(tokenizer, conversation, **how)
+    assert all(len(ids) == len(mask) for ids, mask in rendered)
+    return [tokenizer.decode([t for t, on in zip(ids, mask, strict=True) if on]) for ids, mask in rendered]
+
+
+# --- chats ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("templated", "conversation", "texts"),
+    [
+        ("its own", chat(), [BOTH]),
+        ("unmarked", chat(), [BOTH]),
+        ("a line behind the last turn", chat(), [BOTH]),
+        ("unmarked", replace(chat(), messages=tuple(CHAT[1:])), ["<|assistant|>" + BOTH]),
+        # Where the template rewrites history, each turn is learned as it was written.
+        ("forgetful", chat(), ["Thinking. 10 dollars.<|end|>", "Thinking. One costs 2 dollars.<|end|>"]),
+        ("thinker", turns(*THOUGHTS), [LATER, "first thought</think>Two.<|end|>"]),
+        ("marked thinker", turns(*THOUGHTS), [LATER, "first thought</think>Two.<|end|>"]),
+        # A turn of weight 0 is never learned, nor what follows its other form.
+        ("unmarked", turns(*THOUGHTS, weight=0), [LATER]),
+        ("thinker", turns(*THOUGHTS, weight=0), [LATER]),
+        ("tools", row(**TOOL_ROW), ["weather:Rome<|end|>(31 is much) Hot.<|end|>"]),
+        ("tools", row(**TOOL_ROW | {"chat_template_kwargs": {"thinking": False}}), ["weather:Rome<|end|>Hot.<|end|>"]),
+        # As a request to the server does; the data's are objects.
+        ("arguments joined", row(**TOOL_ROW), ['weather:{"city": "Rome"}<|end|>(31 is much) Hot.<|end|>']),
+        ("none", row(prompt=STORY, completion=" It swam."), [" It swam."]),
+        ("none", row(prompt=STORY), [STORY]),
+    ],
+    indirect=["templated"],
+)
+def test_what_is_learned(templated: Any, conversation: Conversation, texts: list[str]) -> None:
+    assert [text.rstrip() for text in learned(templated, conversation)] == [text.rstrip() for text in texts]
+
+
+@with_template("thinker", "marked thinker")
 @pytest.mark.parametrize("answered", [False, True])
-def test_every_turn_is_learned_as_it_was_written(tokenizer, form: str, answered: bool) -> None:
-    """A template that rewrites history shows each turn once as it was written: when it is the last one."""
-    tokenizer.chat_template = THINKERS[form]
-    answer = (*tokenizer("second thought</think>Ten.")["input_ids"], tokenizer.eos_token_id) if answered else ()
-    row = replace(chat(answer_ids=answer), messages=THOUGHTS)
-    texts = []
-    for ids, mask in render_turns(tokenizer, row):
-        assert len(ids) == len(mask)
-        texts.append((tokenizer.decode(ids), tokenizer.decode([t for t, on in zip(ids, mask, strict=True) if on])))
-    (whole, last), (until_first, first) = texts
-    assert "first thought" not in whole, "the conversation as it is served"
-    assert last == "second thought</think>Ten.<|end|>"
-    assert first == "first thought</think>Two.<|end|>"
-    assert until_first.endswith(first)
-    documents = render_documents([row], tokenizer, max_length=200).documents
+def test_a_turn_learned_apart_is_a_document_that_ends_with_it(templated: Any, answered: bool) -> None:
+    answer = (*templated(THOUGHTS[3])["input_ids"], templated.eos_token_id) if answered else ()
+    conversation = replace(turns(*THOUGHTS), answer_ids=answer)
+    (whole, _), (apart, _) = render_turns(templated, conversation)
+    assert "first thought" not in templated.decode(whole), "the conversation as it is served"
+    assert templated.decode(apart).endswith("first thought</think>Two.<|end|>")
+    documents = render_documents([conversation], templated, max_length=200).documents
     assert [document.id for document in documents] == ["row-7", "row-7, rewritten turn 1"]
     assert [document.written_from is not None for document in documents] == [answered, False]
 
 
-@pytest.mark.parametrize("template", [None, UNMARKED, UNMARKED + "{{ '' if add_generation_prompt else '\n' }}"])
-def test_what_an_assistant_turn_adds_is_learned(tokenizer, template: str | None) -> None:
-    """In one document where history stays as it is, also where something is written behind the last turn alone."""
-    tokenizer.chat_template = template or tokenizer.chat_template
-    assert len(render_turns(tokenizer, chat())) == 1
-    assert learned(tokenizer, chat()).rstrip() == "One costs 2 dollars.<|end|>10 dollars.<|end|>"
-    begun_by_assistant = replace(chat(), messages=tuple(CHAT[1:]))
-    assert learned(tokenizer, begun_by_assistant).rstrip().endswith("10 dollars.<|end|>")
+@with_template("unmarked", "thinker")
+def test_all_is_learned_but_turns_of_weight_0(templated: Any) -> None:
+    conversation = turns(*THOUGHTS, weight=0)
+    (text,) = learned(templated, conversation, learns_all=True)
+    assert text.endswith(LATER)
+    assert "Two." not in text
+    without = replace(conversation, messages=conversation.messages[:2])
+    (document,) = render_documents([conversation, without], templated, max_length=200).documents
+    assert document.id == "row-7", "the other row has nothing to learn from"
 
 
-def test_the_targets_own_ids_are_used_as_they_are(tokenizer) -> None:
+@with_template("tools")
+def test_a_rows_tokens_are_those_that_serving_sends(templated: Any) -> None:
+    bodies = pytest.importorskip("eagle31_hf.serving.bodies")
+    body = bodies.parse(bodies.ChatBody, {**TOOL_ROW, "model": "m", "messages": TOOL_ROW["messages"][:3]})
+    sent = encode_chat(templated, body.for_template, tools=body.offered, **body.chat_template_kwargs)
+    ((ids, mask),) = render_turns(templated, row(**TOOL_ROW))
+    assert ids[: len(sent)] == sent
+    assert (mask[len(sent) - 1], mask[len(sent)]) == (False, True)
+    assert '"name": "weather"' in templated.decode(sent)
+
+
+@with_template("tools")
+def test_results_of_calls_stay_with_their_calls(tmp_path: Path, target: Any, templated: Any) -> None:
+    how = writing(max_new_tokens=5)
+    (written,) = regenerate([row(**TOOL_ROW)], target, templated, tmp_path / "c.jsonl", how)
+    assert written.messages[:3] == row(**TOOL_ROW).messages[:3]
+    assert written.messages[3]["content"] != "Hot."
+    assert (written.tools, written.template_kwargs) == ((WEATHER,), {"thinking": True})
+    assert regenerate([row(**TOOL_ROW)], target, templated, tmp_path / "c.jsonl", how) == [written], "from the file"
+    ((ids, _),) = render_turns(templated, written)
+    assert ids[-len(written.answer_ids) :] == list(written.answer_ids)
+
+
+def test_the_targets_own_ids_are_used_as_they_are(tokenizer: Any) -> None:
     answer = [*tokenizer("1")["input_ids"], *tokenizer("0")["input_ids"], tokenizer.eos_token_id]
-    ids, mask = render(tokenizer, chat(answer_ids=tuple(answer)))
+    ((ids, mask),) = render_turns(tokenizer, chat(answer_ids=tuple(answer)))
     assert ids[-len(answer) :] == answer
-    assert mask[-len(answer) :] == [True] * len(answer)
-    earlier = tokenizer.decode([t for t, on in zip(ids[: -len(answer)], mask, strict=False) if on])
-    assert earlier == "One costs 2 dollars.<|end|>"
+    assert learned(tokenizer, chat(answer_ids=tuple(answer))) == ["One costs 2 dollars.<|end|>10<|end|>"]
+    assert all(mask[-len(answer) :])
 
 
-def test_templates_and_rows_without_an_assistant_are_named(tokenizer) -> None:
-    with pytest.raises(TrainingError, match="row-7 has no assistant turn"):
-        render(tokenizer, replace(chat(), messages=tuple(CHAT[:1])))
-    tokenizer.chat_template = ONLY_USERS
-    with pytest.raises(TrainingError, match="row-7: the target's chat template renders no assistant turn"):
-        render(tokenizer, chat())
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(TrainingError, match=r"row-7: .*roles must alternate"):
-        render(tokenizer, chat())
-    tokenizer.chat_template = None
-    with pytest.raises(TrainingError, match=r"row-7 is a chat, but .* no chat template"):
-        render(tokenizer, chat())
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (UNMARKED, CHAT[:1], "row-7 has no assistant turn"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", CHAT, "renders no assistant turn"),
+        ("{{ raise_exception('roles must alternate') }}", CHAT, "row-7: .*roles must alternate"),
+        (None, CHAT, "row-7 is a chat, but .* no chat template"),
+    ],
+)
+def test_templates_and_rows_without_an_assistant_are_named(
+    tokenizer: Any, template: str | None, messages: list[dict[str, str]], message: str
+) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(TrainingError, match=message):
+        render_turns(tokenizer, replace(chat(), messages=tuple(messages)))
 
 
-def test_long_conversations_are_counted(tokenizer) -> None:
+def test_long_conversations_are_counted(tokenizer: Any) -> None:
     rows = [chat(), Conversation("short", "sums", tuple(CHAT[:2]))]
-    length = len(render(tokenizer, rows[1])[0])
+    length = len(render_turns(tokenizer, rows[1])[0][0])
     cut = render_documents(rows, tokenizer, max_length=length)
     assert (cut.truncated, [len(d.input_ids) for d in cut.documents]) == (1, [length, length])
     with pytest.raises(TrainingError, match="no document is left"):
@@ -148,15 +220,61 @@ def test_long_conversations_are_counted(tokenizer) -> None:
     assert everything.supervised_tokens == everything.tokens
 
 
-def test_evaluation_prompts_end_with_an_early_user_message(tokenizer) -> None:
+def test_evaluation_prompts_end_with_an_early_user_message(tokenizer: Any) -> None:
     turns = tuple({"role": "user" if i % 2 == 0 else "assistant", "content": f"turn {i}"} for i in range(9))
     (prompt,) = evaluation_prompts([Conversation("long", "a", turns)], tokenizer)
-    text = tokenizer.decode(prompt.input_ids)
-    assert text.endswith("turn 4<|end|><|assistant|>")
-    (alone,) = evaluation_prompts([Conversation("turns", "a", (turns[0], turns[2], turns[4]))], tokenizer)
-    assert tokenizer.decode(alone.input_ids).endswith("turn 0<|end|><|assistant|>"), "the first is not answered yet"
+    assert tokenizer.decode(prompt.input_ids).endswith("turn 4<|end|><|assistant|>")
     with pytest.raises(TrainingError, match="late has no user message"):
         evaluation_prompts([Conversation("late", "a", turns[1:2])], tokenizer)
+
+
+# --- base models ------------------------------------------------------------------------------------------------------
+
+
+@with_template("none")
+@pytest.mark.parametrize("form", ["text", "prompt"])
+def test_a_base_model_continues_a_prompt_or_half_of_a_text(
+    tmp_path: Path, target: Any, templated: Any, form: str
+) -> None:
+    (written,) = regenerate([row(**{form: STORY})], target, templated, tmp_path / "c.jsonl", writing())
+    opening = templated(STORY)["input_ids"]
+    opening = opening[: len(opening) // 2] if form == "text" else opening
+    answer = list(written.answer_ids)
+    ((ids, mask),) = render_turns(templated, written)
+    assert ids == opening + answer
+    assert mask == [form == "text"] * len(opening) + [True] * len(answer)
+    assert evaluation_prompts([row(**{form: STORY})], templated)[0].input_ids == opening
+
+
+@with_template("none")
+@pytest.mark.parametrize("regenerate_turns", ["last", "none"])
+@pytest.mark.parametrize("form", ["text", "prompt"])
+def test_a_base_model_learns_from_either_kind_of_row(
+    tmp_path: Path, target: Any, templated: Any, form: str, regenerate_turns: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"id": f"r{i}", form: f"{STORY} It was boat {i}."}) for i in range(6)))
+    told = TrainingSettings(
+        target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", max_new_tokens=4, max_length=64,
+        regenerate=regenerate_turns, temperature=(0.0,),
+    )  # fmt: skip
+    documents, prompts = run_of(told, target, templated).read_texts()
+    assert (len(documents.documents), len(prompts)) == (5, 1)
+    assert documents.supervised_tokens > 0
+
+
+@with_template("thinker")
+def test_what_was_left_out_or_learned_apart_is_said(tmp_path: Path, target: Any, templated: Any) -> None:
+    rows, said = tmp_path / "rows.json", io.StringIO()
+    messages = list(turns(*THOUGHTS).messages)
+    rows.write_text(json.dumps([{"messages": messages}, {"messages": []}, *[{"messages": messages}] * 4]))
+    told = TrainingSettings(
+        target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", max_length=64, regenerate="none",
+    )  # fmt: skip
+    documents, _ = run_of(told, target, templated, said).read_texts()
+    assert f"1 without any text left out, the first: {rows}, row 2" in " ".join(said.getvalue().split())
+    assert "4 conversations and 4 turns that the template rewrites later" in said.getvalue(), said.getvalue()
+    assert len(documents.documents) == 8
 
 
 # --- vocabulary -------------------------------------------------------------------------------------------------------
