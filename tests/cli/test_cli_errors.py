@@ -13,7 +13,7 @@ from command_line import DRAFTER, TARGET, error_of, run
 from rich.console import Console
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config
 
-from eagle31_hf.cli.options import readable_errors
+from eagle31_hf.cli.options import command
 from eagle31_hf.errors import CheckpointNotFoundError, ConfigurationError, removal
 
 
@@ -202,11 +202,11 @@ def test_an_error_is_wrapped_at_words_in_a_terminal(monkeypatch):
     terminal = Console(file=StringIO(), width=30, force_terminal=True, color_system=None)
     monkeypatch.setattr("eagle31_hf.cli.options.make_console", lambda **_: terminal)
 
-    @readable_errors
-    def command(**_: object) -> None:
+    @command
+    def refuse() -> None:
         raise ConfigurationError("got a word too many for one line of this terminal")
 
     with pytest.raises(typer.Exit):
-        command(traceback=False)
+        refuse(traceback=False)
     lines = terminal.file.getvalue().splitlines()
     assert [line.rstrip() for line in lines] == ["error: got a word too many for", "one line of this terminal"]

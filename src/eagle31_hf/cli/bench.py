@@ -16,8 +16,7 @@ from ..measure.results import summarise
 from ..measure.tables import bench_parts
 from ..texts.prompts import embedded_prompts, read_prompts
 from .generate import has_graphs, measure_in_turns
-from .option_groups import MORE, expand_options, option
-from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from .options import MORE, JsonOption, command, make_console, option, write_json
 from .pairs import DraftOptions, PairSource, encode, load_pair
 from .terminal import conditions_line
 
@@ -53,8 +52,7 @@ class BenchOptions:
     )
 
 
-@expand_options
-@readable_errors
+@command
 def bench(
     *,
     pair: Annotated[
@@ -70,7 +68,6 @@ def bench(
         Path | None, typer.Option(dir_okay=False, help="Draw speed by kind and acceptance by position here.")
     ] = None,
     json_path: JsonOption = None,
-    traceback: TracebackOption = False,
 ) -> None:
     """Measure what a pair is worth here: plain generate, our loop, lookups and the drafter in turns."""
     source = _named(pair or [], source)

@@ -20,8 +20,7 @@ from rich.text import Text
 from ..errors import ConfigurationError, Eagle31Error, removal
 from ..serving.session import Answer, ChatSession, Piece
 from . import terminal
-from .option_groups import expand_options
-from .options import TracebackOption, error_line, make_console, readable_errors
+from .options import command, error_line, make_console
 from .pairs import DraftOptions, PairSource, load_pair
 
 HISTORY = "chat_history"
@@ -30,8 +29,7 @@ THOUGHT_STYLE = "dim italic"
 ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
-@expand_options
-@readable_errors
+@command
 def chat(
     *,
     source: PairSource,
@@ -41,7 +39,6 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     colour: Annotated[bool, typer.Option(help="Colour tokens that were drafted and accepted.")] = True,
     thoughts: Annotated[bool, typer.Option(help="Show what a thinking model thinks.")] = False,
-    traceback: TracebackOption = False,
 ) -> None:
     """Chat with a pair: answers stream, history is not read twice, /help lists the commands."""
     console, read = make_console(), _reader()
@@ -100,7 +97,7 @@ class Chat:
             self._show(lambda on_piece: self.session.ask(line, on_piece))
             return
         name, _, rest = line.partition(" ")
-        found = [name] if name in CHAT_COMMANDS else [command for command in CHAT_COMMANDS if command.startswith(name)]
+        found = [name] if name in CHAT_COMMANDS else [each for each in CHAT_COMMANDS if each.startswith(name)]
         if removed := removal(f"chat {name}"):
             raise ConfigurationError(removed)
         if len(found) != 1:
@@ -123,8 +120,8 @@ class Chat:
     def help(self, _rest: str) -> None:
         """this list"""
         table = Table.grid(padding=(0, 2))
-        for name, command in CHAT_COMMANDS.items():
-            table.add_row(f"  {name}", command.__doc__, style="dim")
+        for name, method in CHAT_COMMANDS.items():
+            table.add_row(f"  {name}", method.__doc__, style="dim")
         self.console.print(table)
 
     def system(self, rest: str) -> None:

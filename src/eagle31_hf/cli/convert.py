@@ -24,12 +24,12 @@ from ..checkpoints.layouts import parts_to_copy, written_layout
 from ..config import MtpConfig
 from ..drafter.drafter import copy_from_target
 from ..errors import CheckpointNotFoundError, ConfigurationError
-from .options import TracebackOption, make_console, readable_errors
+from .options import command, make_console
 
 UNKNOWN_TARGET = "TARGET"
 
 
-@readable_errors
+@command
 def convert(
     *,
     source: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter.", show_default=False)],
@@ -46,7 +46,6 @@ def convert(
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite a checkpoint without asking.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
-    traceback: TracebackOption = False,
 ) -> None:
     """Write a drafter checkpoint in another layout; "plain" is the one vLLM and SGLang both read."""
     if format is not None:

@@ -20,20 +20,18 @@ from ..measure.plots import plot_drift
 from ..measure.readings import Subject
 from ..measure.tables import figure_table
 from ..texts.prompts import read_prompts
-from .option_groups import MORE
-from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
-from .pairs import DeviceName, DTypeName, PairSource, encode, load_pair
+from .options import MORE, JsonOption, command, make_console, write_json
+from .pairs import PairSource, encode, load_pair
 from .progress import progress_bar
 
 MINUTES = 2.0
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
-@readable_errors
+@command
 def doctor(
     *,
-    target: Annotated[str | None, typer.Option(help="Folder or Hub id; default: the embedded one.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Folder or Hub id of a drafter for that target.")] = None,
+    source: PairSource,
     prompts: Annotated[
         str | None, typer.Option(help="[NAME=]FILE or [NAME=]ORG/DATASET to examine with; default: of many kinds.")
     ] = None,
@@ -54,18 +52,13 @@ def doctor(
     ] = False,
     drift: Annotated[bool, typer.Option("--drift", help="Also probe for attention drift.")] = False,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the drift plot to this PNG or SVG.")] = None,
-    dtype: Annotated[
-        DTypeName, typer.Option(help="Precision; auto is what is quick here.", rich_help_panel=MORE)
-    ] = "auto",
-    device: Annotated[DeviceName, typer.Option(help="Where to run.", rich_help_panel=MORE)] = "auto",
     json_path: JsonOption = None,
-    traceback: TracebackOption = False,
 ) -> None:
     """Examine a pair: does it fit, is the text exact, how much is accepted, is it set up right?"""
     console = make_console()
     # The prompts first: a wrong path should not cost loading a model.
     given = [prompt.opening for prompt in read_prompts([prompts], limit or 20)] if prompts else []
-    pair = load_pair(PairSource(target, drafter, dtype, device), needs_drafter=True)
+    pair = load_pair(source, needs_drafter=True)
     if isinstance(pair.eagle, MtpDrafter) and (drift or plot is not None):
         raise ConfigurationError(
             "got --drift or --plot for a head inside a target, whose attention is not looked at; leave them out"
@@ -76,7 +69,7 @@ def doctor(
         # Of many kinds; before them the embedded target's own subjects, for it has little to say of others.
         conversations=given or [*(DEMO_CONVERSATIONS if pair.uses_embedded_target else ()), *CONVERSATIONS][:limit],
         encode=lambda conversation: encode(pair, conversation),
-        folder=Path(drafter) if drafter is not None and Path(drafter).is_dir() else None,
+        folder=Path(source.drafter) if source.drafter is not None and Path(source.drafter).is_dir() else None,
     )
     with progress_bar(console) as on_step:
         seen = examine(

@@ -24,8 +24,7 @@ from ..measure.tables import bench_notes, speed_table
 from ..sampling.logits_processing import sampling_options
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
-from .option_groups import MORE, expand_options
-from .options import JsonOption, TracebackOption, make_console, readable_errors, writable_json, write_json, write_svg
+from .options import MORE, JsonOption, command, make_console, writable_json, write_json, write_svg
 from .pairs import DraftOptions, LoadedPair, PairSource, encode, load_pair
 from .progress import progress_bar
 
@@ -38,7 +37,7 @@ CompareOption = Annotated[
 ]
 
 
-@readable_errors
+@command
 def demo(
     compare: CompareOption = True,
     svg: Annotated[
@@ -46,7 +45,6 @@ def demo(
         typer.Option(dir_okay=False, callback=writable_json, help="Also draw the coloured answers into this SVG file."),
     ] = None,
     json_path: JsonOption = None,
-    traceback: TracebackOption = False,
 ) -> None:
     """Watch the embedded pair write, then measure it against plain decoding. Needs no network."""
     shown = Shown(embedded_prompts(), streamed=STREAMED_IN_DEMO, compare=compare, compiled=True, svg=svg)
@@ -54,8 +52,7 @@ def demo(
     _show(load_pair(PairSource(), DraftOptions(draft_tokens=DEMO_DRAFT_TOKENS, schedule="constant")), shown, json_path)
 
 
-@expand_options
-@readable_errors
+@command
 def generate(
     *,
     source: PairSource,
@@ -79,7 +76,6 @@ def generate(
     ] = None,
     compare: CompareOption = True,
     json_path: JsonOption = None,
-    traceback: TracebackOption = False,
 ) -> None:
     """Answer a prompt with any pair, accepted drafts coloured, and measure plain generate against EAGLE."""
     question = {"role": "user", "content": _read_prompt(prompt, prompt_file)}

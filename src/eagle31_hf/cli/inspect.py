@@ -11,17 +11,16 @@ from rich.text import Text
 
 from ..checkpoints import CheckpointSummary, inspect_checkpoint
 from ..config import Eagle31Config, MtpConfig
-from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
+from .options import JsonOption, command, count, make_console, write_json
 
 
-@readable_errors
+@command
 def inspect(
     path_or_id: Annotated[
         str, typer.Argument(help="Folder or Hub id of a drafter, or of a target with an MTP head.", show_default=False)
     ],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
     json_path: JsonOption = None,
-    traceback: TracebackOption = False,
 ) -> None:
     """Tell what a drafter checkpoint is, from its headers alone."""
     summary = inspect_checkpoint(path_or_id, revision=revision)

@@ -23,10 +23,10 @@ from ..drafter.loading import require_tokenizer
 from ..errors import ConfigurationError
 from ..texts.conversations import read_conversations
 from ..training.data import build_vocabulary, coverage
-from .options import TracebackOption, count, make_console, readable_errors
+from .options import command, count, make_console
 
 
-@readable_errors
+@command
 def mtp(
     *,
     base: Annotated[str, typer.Argument(help="Folder or Hub id of a target that holds a head.", show_default=False)],
@@ -54,7 +54,6 @@ def mtp(
         Literal["normed", "raw"] | None, typer.Option(help="With --out: the head's own output that is fed back.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="With --out: overwrite a checkpoint.")] = False,
-    traceback: TracebackOption = False,
 ) -> None:
     """Take the MTP head out of a target, or put it back into a fine-tune that was saved without it."""
     if (out is None) == (into is None):

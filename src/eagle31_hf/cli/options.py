@@ -1,22 +1,35 @@
-"""What commands share: options, errors as one line, the console, the figures' file."""
+"""What commands share: options, errors as one line, the console, the figures' file.
+
+A dataclass says once what options several commands take, and a command asks for the dataclass:
+
+    @dataclass(frozen=True)
+    class Reading:
+        depth: int = field(default=3, metadata=option("Levels read."))
+
+    @command
+    def tell(reading: Reading) -> None: ...          # takes --depth and --traceback
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from ..errors import ConfigurationError, Eagle31Error
-from .option_groups import MORE
 
+LOADING, DRAFTS, MORE = "Loading", "Drafts", "More"
+"""Headings of a command's help below the options that most people need."""
 WIDTH = 100
 """Most columns that text and tables take."""
 DRAWN_WIDTH = 80
@@ -54,20 +67,75 @@ def token_count(text: str) -> int:
     return int(digits) * (1024 if found[2] else 1)
 
 
-def readable_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Errors of our tree become one red line on stderr and exit code 1; `--traceback` lets them through."""
+# --- commands ---------------------------------------------------------------------------------------------------------
 
-    @functools.wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
+
+def option(help: str, *flags: str, panel: str | None = None, **more: Any) -> dict[str, Any]:
+    """Metadata of a dataclass field that is a command line option.
+
+    Args:
+        flags: its names; default: the field's.
+        panel: the heading of the help under which it stands; default: the first one.
+        more: what else `typer.Option` takes.
+    """
+    return {"flags": flags, "option": {"help": help, "rich_help_panel": panel, **more}}
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """A command: the fields of its dataclass parameters are options, in the dataclass's place.
+
+    Errors of our tree become one red line on stderr and exit code 1; `--traceback` lets them through.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+
+    @functools.wraps(function)
+    def expanded(*, traceback: bool, **given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{each.name: _as_field(given.pop(each.name), each) for each in fields(kind)})
         try:
-            command(*args, **kwargs)
+            function(**given)
         except Eagle31Error as error:
-            if kwargs["traceback"]:
+            if traceback:
                 raise
             print_error(error)
             raise typer.Exit(1) from error
 
-    return wrapped
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in groups:
+            kinds = get_type_hints(groups[name], include_extras=True)
+            parameters += [_parameter(each, kinds[each.name]) for each in fields(groups[name])]
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters.append(inspect.Parameter("traceback", keyword, default=False, annotation=TracebackOption))
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return expanded
+
+
+def _parameter(each: Field, hint: Any) -> inspect.Parameter:
+    """A tuple becomes a repeatable option."""
+    if get_origin(hint) is tuple:
+        hint = list[get_args(hint)[0]]  # type: ignore[misc]
+    if "argument" in each.metadata:
+        told: Any = typer.Argument(**each.metadata["argument"])
+    else:
+        flags = each.metadata["flags"] or (f"--{each.name.replace('_', '-')}",)
+        told = typer.Option(*flags, **each.metadata["option"])
+    default = inspect.Parameter.empty if each.default is MISSING else each.default
+    default = list(default) if isinstance(default, tuple) else default
+    return inspect.Parameter(
+        each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, told]
+    )
+
+
+def _as_field(value: Any, each: Field) -> Any:
+    return tuple(value) if isinstance(value, list) and str(each.type).startswith("tuple") else value
+
+
+# --- what is printed and written --------------------------------------------------------------------------------------
 
 
 def print_error(error: Exception | str) -> None:

@@ -25,8 +25,7 @@ from ..memory.cards import best_kind, one_card
 from ..memory.drafter_facts import OWN_HEAD
 from ..targets.devices import SHORT_NAMES
 from ..texts.chats import encode_chat
-from .option_groups import DRAFTS, LOADING, option
-from .options import make_console, token_count
+from .options import DRAFTS, LOADING, make_console, option, token_count
 from .plan import print_decision
 from .progress import waiting_for
 

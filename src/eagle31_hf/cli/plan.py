@@ -15,8 +15,7 @@ from ..errors import ConfigurationError
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import one_card
 from ..memory.plan import LEDGER_COLUMNS, decision_rows, ledger_rows, part_rows
-from .option_groups import expand_options, option
-from .options import JsonOption, TracebackOption, make_console, readable_errors, token_count, write_json
+from .options import JsonOption, command, make_console, option, token_count, write_json
 from .progress import waiting_for
 
 
@@ -71,8 +70,7 @@ class PlanOptions:
         return plan_memory(target, **arguments)
 
 
-@expand_options
-@readable_errors
+@command
 def plan(
     *,
     target: Annotated[
@@ -85,7 +83,6 @@ def plan(
     ] = False,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw what fills the card to this picture.")] = None,
     json_path: JsonOption = None,
-    traceback: TracebackOption = False,
 ) -> None:
     """Plan a run's memory from configurations alone. Exit code 1 if it does not fit."""
     with waiting_for("planning"):  # of a model known by name, transformers makes the configuration

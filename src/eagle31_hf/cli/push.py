@@ -10,10 +10,10 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from ..checkpoints.card import prepare_upload, upload
-from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from .options import JsonOption, command, make_console, write_json
 
 
-@readable_errors
+@command
 def push(
     *,
     folder: Annotated[Path, typer.Argument(help="Folder of the drafter.", exists=True, file_okay=False)],
@@ -24,7 +24,6 @@ def push(
     revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
     create_pr: Annotated[bool, typer.Option(help="Propose the files instead of committing them.")] = False,
     json_path: JsonOption = None,
-    traceback: TracebackOption = False,
 ) -> None:
     """Publish a drafter with its card and records; shows what would be uploaded unless told to upload."""
     prepared = prepare_upload(folder, repository, license=license)

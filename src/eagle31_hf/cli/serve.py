@@ -14,8 +14,7 @@ import typer
 
 from ..errors import ConfigurationError
 from ..texts.chats import shows_tools
-from .option_groups import expand_options
-from .options import TracebackOption, make_console, readable_errors
+from .options import command, make_console
 from .pairs import DraftOptions, LoadedPair, PairSource, load_pair
 
 DEFAULT_CONTEXT, DEFAULT_PREFILL_CHUNK = 4096, 256
@@ -23,8 +22,7 @@ READING_ROWS = 1
 """Beside the rows of texts being written: a prompt is read in a row of its own."""
 
 
-@expand_options
-@readable_errors
+@command
 def serve(
     *,
     source: PairSource,
@@ -49,7 +47,6 @@ def serve(
     ] = None,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds running texts get when the server stops.")] = 10.0,
     quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
-    traceback: TracebackOption = False,
 ) -> None:
     """Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running batch.
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from ..training.settings import TrainingSettings
-from .option_groups import expand_options
-from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from .options import JsonOption, command, make_console, write_json
 from .progress import waiting_for
 
 
-@expand_options
-@readable_errors
-def train(*, settings: TrainingSettings, json_path: JsonOption = None, traceback: TracebackOption = False) -> None:
+@command
+def train(*, settings: TrainingSettings, json_path: JsonOption = None) -> None:
     """Make a drafter for a target: the target writes, the drafter learns and is measured. Prints its plan first."""
     # Here and not above: Trainer takes longer to import than every other command takes to start.
     with waiting_for("loading the trainer"):

@@ -11,20 +11,17 @@ from ..generate.warm_up import warm_up
 from ..graphs.steps import GraphKey
 from ..measure.origin import origin
 from ..sampling.logits_processing import sampling_options
-from .option_groups import expand_options
-from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
+from .options import JsonOption, command, count, make_console, write_json
 from .pairs import PairSource, load_pair
 from .progress import waiting_for
 
 
-@expand_options
-@readable_errors
+@command
 def warmup(
     source: PairSource,
     tokens: Annotated[int, typer.Option(min=1, help="Longest text to compile for, prompt and answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of later answers; 0 is greedy.")] = 0.0,
     json_path: JsonOption = None,
-    traceback: TracebackOption = False,
 ) -> None:
     """Compile a pair's graphs for this machine, and keep them. Takes minutes, once."""
     console = make_console()

@@ -26,7 +26,7 @@ RESULT = "Publishing and logging"
 
 
 def _metadata(group: str, help: str, **more: Any) -> dict[str, Any]:
-    """What `cli.option_groups` makes a command-line option of."""
+    """What `cli.options` makes a command-line option of."""
     return {"flags": (), "option": {"help": help, "rich_help_panel": group, **more}}
 
 
