@@ -10,17 +10,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
-    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
-    MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -31,6 +27,7 @@ from eagle31_hf.drafter.modeling_eagle31 import Eagle31Network
 from eagle31_hf.loop.prefill import ChunkedPrefill
 from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.dry_run import StorageCounter, dry_run_of
+from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import PREFILL, VERIFY
 from eagle31_hf.memory.weights import SCHEMES
 from eagle31_hf.targets.binding import CACHE_ARGUMENT
@@ -38,25 +35,12 @@ from eagle31_hf.targets.grouped_attention import attending_grouped
 from helpers import configured, drafter_of, target_of
 
 BF16 = torch.bfloat16
-COMMON = {"num_hidden_layers": 4, "max_position_embeddings": 131072}
-TARGETS: dict[str, PreTrainedConfig] = {
-    "llama 8B": LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
-                            vocab_size=128256, **COMMON),
-    "llama 70B": LlamaConfig(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
-                             vocab_size=128256, **COMMON),
+COMMON = {"max_position_embeddings": 131072}
+OTHERS: dict[str, PreTrainedConfig] = {
     "plain heads": LlamaConfig(hidden_size=4096, intermediate_size=11008, num_attention_heads=32,
                                num_key_value_heads=32, vocab_size=32000, **COMMON),
-    "qwen2 7B": Qwen2Config(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4,
-                            vocab_size=152064, **COMMON),
-    "qwen3 8B": Qwen3Config(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8,
-                            head_dim=128, vocab_size=151936, **COMMON),
     "mistral, window": MistralConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
                                      num_key_value_heads=8, vocab_size=32768, sliding_window=1024, **COMMON),
-    "gemma3 27B": Gemma3TextConfig(hidden_size=5376, intermediate_size=21504, num_hidden_layers=7,
-                                   num_attention_heads=32, num_key_value_heads=16, head_dim=128, vocab_size=262208,
-                                   sliding_window=1024),
-    "mixtral": MixtralConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
-                             num_key_value_heads=8, num_local_experts=8, vocab_size=32000),
     # Gate and up in one matrix; narrow experts beside one that all tokens pass.
     "phi3": Phi3Config(hidden_size=3072, intermediate_size=8192, num_attention_heads=32, vocab_size=32064, **COMMON),
     "qwen3 moe": Qwen3MoeConfig(hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, num_experts=16,
@@ -69,6 +53,10 @@ TARGETS: dict[str, PreTrainedConfig] = {
                                     qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, vocab_size=151552,
                                     **COMMON),
 }  # fmt: skip
+TARGETS = (
+    "Llama 3.1 8B", "Llama 3.1 70B", "Qwen2.5 7B", "Qwen3 8B", "Gemma 3 27B", "Mixtral 8x7B", *OTHERS,
+)  # fmt: skip
+NUM_LAYERS = {"Gemma 3 27B": 7, "Mixtral 8x7B": 2}  # of the others four
 EAGER = {
     "eager": LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=2, num_attention_heads=16,
                          num_key_value_heads=4, vocab_size=32000, attn_implementation="eager"),
@@ -99,18 +87,18 @@ class Run:
 
 
 RUNS = (Run(2048, 2048, 7), Run(8192, 1024, 8), Run(16384, 512, 60), Run(4096, 256, 24), Run(2048, 512, 8, batch=2))
-LONG_RUNS = {"gemma3 27B": RUNS[:3], "mixtral": (RUNS[0], RUNS[3]), "mistral, window": (RUNS[1], RUNS[3]),
+LONG_RUNS = {"Gemma 3 27B": RUNS[:3], "Mixtral 8x7B": (RUNS[0], RUNS[3]), "mistral, window": (RUNS[1], RUNS[3]),
              "phi3": RUNS[:2], "qwen3 moe": RUNS[:2], "glm4 moe": RUNS[:2], "glm4 flash": RUNS[:2]}  # fmt: skip
 # Long prompts and many layers: the cache is what the peak consists of, its two new terms a part that would show.
 PACKED_RUNS = [
-    ("llama 8B", Run(32768, 512, 8, 1, "int8", 12)),
-    ("llama 8B", Run(8192, 1024, 60, 3, "int8", 12)),
+    ("Llama 3.1 8B", Run(32768, 512, 8, 1, "int8", 12)),
+    ("Llama 3.1 8B", Run(8192, 1024, 60, 3, "int8", 12)),
     ("plain heads", Run(16384, 256, 8, 1, "int8", 12)),
-    ("qwen3 8B", Run(8192, 2048, 24, 1, "int8", 12)),
+    ("Qwen3 8B", Run(8192, 2048, 24, 1, "int8", 12)),
     ("mistral, window", Run(8192, 1024, 8, 1, "int8", 12)),
-    ("gemma3 27B", Run(16384, 512, 60, 1, "int8", 12)),
+    ("Gemma 3 27B", Run(16384, 512, 60, 1, "int8", 12)),
 ]
-GROWING = [("llama 8B", Run(8192, 1024, 7, cache_type=kind, slab=1024)) for kind in ("full", "int8")]
+GROWING = [("Llama 3.1 8B", Run(8192, 1024, 7, cache_type=kind, slab=1024)) for kind in ("full", "int8")]
 COMBINATIONS = [(name, run) for name in TARGETS for run in LONG_RUNS.get(name, RUNS)]
 
 
@@ -138,11 +126,12 @@ def trace_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
         model = AutoModelForCausalLM.from_config(config, dtype=BF16)
         with torch.no_grad(), StorageCounter() as counter, attending_grouped(model.config):
             cache = SpeculativeCache.from_config(config, **sizes)
-            if before := run.prompt - run.chunk:
-                forward(1, 1)  # allocates every layer's cache; the rest is bookkeeping
+            before = run.prompt - run.chunk
+            if before and not run.slab:
+                forward(1, 1)  # allocates every layer's cache; the rest is bookkeeping, unless it grows
             while cache.lengths[0] < before:
                 tokens = min(run.chunk, before - cache.lengths[0])
-                cache.place(tokens)
+                forward(tokens, 1) if run.slab else cache.place(tokens)
                 commit(tokens)
             counter.restart_peak()
             forward(run.chunk, 1)
@@ -168,10 +157,9 @@ def predicted_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
 @pytest.mark.parametrize(("name", "run"), [*COMBINATIONS, *PACKED_RUNS, *GROWING], ids=str)
 @pytest.mark.thorough(every=9)
 def test_target_peaks_match_a_trace(name: str, run: Run) -> None:
-    config = TARGETS[name]
-    if run.num_layers is not None:
-        fields = {key: value for key, value in config.to_dict().items() if key != "layer_types"}
-        config = type(config)(**{**fields, "num_hidden_layers": run.num_layers})
+    known = OTHERS.get(name) or known_targets()[name].config
+    fields = {key: value for key, value in known.to_dict().items() if key != "layer_types"}
+    config = type(known)(**{**fields, "num_hidden_layers": run.num_layers or NUM_LAYERS.get(name, 4)})
     predicted = predicted_target(config, run)
     for moment, peak in trace_target(config, run).items():
         assert predicted[moment] == pytest.approx(peak, rel=0.02), moment
