@@ -12,9 +12,9 @@ from eagle31_hf.drafting.lookup import (
     PLACES_TRIED,
     SHORTEST_MATCH,
     Lookup,
+    LookupRates,
     TextIndex,
 )
-from eagle31_hf.drafting.rates import LookupRates
 
 TEXTS = st.lists(st.integers(0, 4), max_size=60)
 

@@ -7,9 +7,16 @@ decoding, Saxena 2023; transformers' `prompt_lookup_num_tokens`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from math import exp
+from operator import mul
 from typing import NamedTuple
 
-from .rates import LONGEST_MATCH, SHORTEST_MATCH, LookupRates
+KEEP = exp(-1.0 / 16.0)
+"""What is left of a count after a round: after 16 of them about a third."""
+
+SHORTEST_MATCH, LONGEST_MATCH = 2, 8
+"""Last tokens that must have been written before for a lookup, at least, and as many as are compared."""
 
 
 class Lookup(NamedTuple):
@@ -91,6 +98,35 @@ class TextIndex:
 
 PLACES_TRIED = 16
 """Earlier places of the last two tokens that are compared; a bound for texts of few different tokens."""
+
+
+class LookupRates:
+    """Of tokens that followed an earlier place like the present one, by the length of the match.
+
+    Before anything is known the shortest match is taken to be right every other time, and a longer one the more often:
+    as if it had been right once for each of its tokens, and wrong as often as the shortest one.
+    """
+
+    def __init__(self) -> None:
+        self._right = [0.0] * (LONGEST_MATCH + 1)
+        self._tried = [0.0] * (LONGEST_MATCH + 1)
+
+    def reach(self, match: int, length: int) -> list[float]:
+        """Chance of each of `length` tokens to be accepted: every right one makes the match longer."""
+        return list(accumulate((self._rate(match + index) for index in range(length)), mul))
+
+    def record(self, match: int, looked_up: Sequence[int], written: Sequence[int]) -> None:
+        """Compare a lookup, drafted or not, with what was written."""
+        for index, (guess, token) in enumerate(zip(looked_up, written, strict=False)):
+            known = min(match + index, LONGEST_MATCH)
+            self._right[known] = self._right[known] * KEEP + (guess == token)
+            self._tried[known] = self._tried[known] * KEEP + 1.0
+            if guess != token:
+                return
+
+    def _rate(self, match: int) -> float:
+        known = min(match, LONGEST_MATCH)
+        return (self._right[known] + known) / (self._tried[known] + known + SHORTEST_MATCH)
 
 
 class RepeatingText:

@@ -11,13 +11,17 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import exp, inf
+from operator import mul
 from typing import NamedTuple
 
 from .costs import RoundCosts
-from .lookup import RepeatingText
+from .lookup import KEEP, LookupRates, RepeatingText
 from .plan import DraftPlan, ReadTexts, RoundState, RoundStats
-from .rates import KEEP, DraftRates, LookupRates
 from .shape import DraftShape
+
+FIRST_RATE, FIRST_WEIGHT = 0.7, 2.0
+"""What is believed of a drafter before it has drafted, worth so many observations: three drafts in vain are enough to
+doubt it."""
 
 LOSS = 0.5
 """Tokens lost at which drafting rests if further drafts are expected to bring nothing. Near break-even chance alone
@@ -37,6 +41,46 @@ DOUBT_STEP = 0.35
 
 PID_GAIN = 0.15
 """Of the integral, and of the measured value's smoothing; the two other gains are 1."""
+
+
+class DraftRates:
+    """How likely the drafter's next draft is accepted, position by position, from counts that fade: texts change.
+
+    Args:
+        depth: longest draft.
+    """
+
+    def __init__(self, depth: int):
+        self.depth = depth
+        self._accepted, self._reached = [0.0] * depth, [0.0] * depth
+        self._reach: list[float] | None = None
+
+    @property
+    def overall(self) -> float:
+        """The rate over all positions, which those are taken to have that were not tried lately."""
+        weighted = sum(self._accepted) + FIRST_RATE * FIRST_WEIGHT
+        return weighted / (sum(self._reached) + FIRST_WEIGHT)
+
+    def reach(self) -> list[float]:
+        """Chance of each position to be accepted, all before it included."""
+        if self._reach is None:
+            base = self.overall * FIRST_WEIGHT
+            each = zip(self._accepted, self._reached, strict=True)
+            self._reach = list(accumulate(((a + base) / (r + FIRST_WEIGHT) for a, r in each), mul))
+        return self._reach
+
+    def record(self, drafted: int, accepted: Sequence[int]) -> None:
+        """One round: `drafted` tokens per row, of which each row accepted so many."""
+        drafted = min(drafted, self.depth)
+        if not drafted:
+            return
+        self._accepted = [count * KEEP for count in self._accepted]
+        self._reached = [count * KEEP for count in self._reached]
+        self._reach = None
+        for row in accepted:
+            for position in range(min(drafted, row + 1)):
+                self._reached[position] += 1.0
+                self._accepted[position] += position < row
 
 
 class Steering(NamedTuple):

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter, MtpDrafter
 from ..drafting.costs import WIDTH, WIDTH_IN_HALF, WIDTH_ON_CPU, RoundCosts
-from ..drafting.planner import Planner
-from ..drafting.rates import FIRST_RATE
+from ..drafting.planner import FIRST_RATE, Planner
 from ..drafting.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, LONGEST_STEERED, USUAL_TREE, DraftShape
 from ..graphs.captured import CAPTURES
 from ..graphs.graphs import Graphs
