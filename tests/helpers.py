@@ -394,7 +394,7 @@ def assert_same_text(
     for name in ("scores", "logits"):
         ours, plains = (getattr(each, name, None) or () for each in (output, plain_output))
         for one, other in zip(ours, plains, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     return text
 
 

@@ -1,4 +1,4 @@
-"""The contract for what else `generate` returns: scores and logits."""
+"""The contract for scores and logits that `generate` returns; streams and several texts are compared beside texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from agreement import NEW_TOKENS, SHAPES, batch_of, greedy
 
-from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for
+from helpers import assert_same_text, configured, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
 
 
 @pytest.mark.contract
@@ -16,22 +16,11 @@ from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loop", SHAPES)
 def test_scores_and_logits(loop: str, size: int, how: dict[str, Any]) -> None:
-    kwargs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, **how}
-    kwargs["repetition_penalty"] = 1.3
+    kwargs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "do_sample": False, **how}
+    kwargs |= {"repetition_penalty": 1.3, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
     for name in ("llama", "gemma3"):
         inputs = left_padded(prompts_for(name, size, seed=17))
-        plain = greedy(name, inputs, **kwargs)
-        with (
-            configured(drafter_of(name), **SHAPES[loop]) as drafter,
-            oracle_drafts(plain.sequences, inputs["input_ids"].shape[1]),
-        ):
-            ours = greedy(name, inputs, assistant_model=drafter, **kwargs)
-        assert torch.equal(ours.sequences, plain.sequences)
-        assert ours.speculation_stats is drafter.stats
-        for mine, theirs in ((ours.scores, plain.scores), (ours.logits, plain.logits)):
-            assert len(mine) == len(theirs) == NEW_TOKENS
-            for step in range(NEW_TOKENS):
-                torch.testing.assert_close(mine[step], theirs[step], atol=1e-4, rtol=1e-4)
+        assert_same_text(target_of(name), drafter_of(name), inputs, oracle=0, settings=SHAPES[loop], **kwargs)
 
 
 @pytest.mark.contract

@@ -6,19 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from agreement import OWN, SHAPES, assert_loop_agrees, batch_of
 from torch import Tensor
 
 from matrix import matrix
-
-
-class OnlyOddAfterEven(hf.LogitsProcessor):
-    """A processor of the user's own, looking at the last token."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        parity = torch.arange(scores.shape[-1])[None] % 2
-        return scores.masked_fill(parity == input_ids[:, -1:] % 2, float("-inf"))
 
 
 def one_third(row: int, ids: Tensor) -> list[int]:
@@ -55,11 +46,3 @@ def test_processors_change_the_text() -> None:
     for processor, kwargs in PROCESSORS.items():
         without = batch_of("llama", 3).plain
         assert not torch.equal(batch_of("llama", 3, **kwargs).plain, without), processor
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("loop", SHAPES)
-def test_processor_of_the_users_own(loop: str) -> None:
-    kwargs = {"logits_processor": hf.LogitsProcessorList([OnlyOddAfterEven()])}
-    for name in ("llama", "qwen3"):
-        assert assert_loop_agrees(name, batch_of(name, 1, **kwargs), SHAPES[loop], **kwargs) == 0
