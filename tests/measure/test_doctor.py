@@ -15,7 +15,8 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafter.replay import TargetText, read_text
-from eagle31_hf.measure import drift
+from eagle31_hf.measure import doctor, drift
+from eagle31_hf.measure.bench import Bench
 from eagle31_hf.measure.doctor import CONVERSATIONS as OF_MANY_KINDS
 from eagle31_hf.measure.doctor import (
     DEPTH,
@@ -81,6 +82,18 @@ def many(target: Any, tokenizer: Any) -> list[TargetText]:
 
 def both(drafter: Eagle31Drafter, prompts: list[dict[str, Tensor]], **kwargs: Any) -> Written:
     return write_both(drafter, [prompt["input_ids"][0] for prompt in prompts], **kwargs)
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_the_loop_without_drafts_has_graphs_where_the_drafter_has(
+    target: Any, prompts: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch, has_graphs: bool
+) -> None:
+    """Else a verdict on drafts would be one on graphs: `demo` keeps those of both, for drafts of another length."""
+    drafter, seen, run = attached(target), [], Bench.run
+    monkeypatch.setattr(doctor, "_has_graphs", lambda *_: has_graphs)
+    monkeypatch.setattr(Bench, "run", lambda bench: seen.extend(bench.settings.methods) or run(bench))
+    both(drafter, prompts[:1], new_tokens=4)
+    assert [method.by_graphs for method in seen] == [False, None if has_graphs else False, None]
 
 
 def attached(target: Any, **fields: Any) -> Eagle31Drafter:

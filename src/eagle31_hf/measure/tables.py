@@ -139,7 +139,7 @@ def bench_notes(result: BenchResult) -> Iterator[Text]:
         lines += _difference_lines(each)
         lines += [f"{each.method.name}: served by {loop}." for loop in each.served_by]
         if each.method.drafts and each.speedup is not None and each.speedup.median < 1:
-            lines.append(f"{each.method.name}: slower than plain here; try graphs, or fewer --draft-tokens.")
+            lines.append(f"{each.method.name}: slower than plain; try graphs (eagle31 warmup) or fewer --draft-tokens.")
     yield from (Text(line, style="dim") for line in lines)
 
 

@@ -125,7 +125,8 @@ def _facts(name: str, config: PreTrainedConfig, packing: Quantization, attention
 
 def _why_no_config(target: str, error: Exception) -> str:
     is_nowhere = not Path(target).exists() and not can_be_hub_id(target)
-    why = "no such folder, and no possible Hub id" if is_nowhere else " ".join(str(error).split())[:160]
+    first_sentence = " ".join(str(error).split()).partition(". ")[0]
+    why = "no such folder, and no possible Hub id" if is_nowhere else first_sentence[:160]
     close = close_names(target)
     hint = f"; did you mean {' or '.join(close)}?" if close else ";"
     return (
