@@ -26,6 +26,8 @@ Fields = dict[str, Any]
 MOST_MARKS = 16
 """Marks of calls inside one another that are looked behind for a sound call."""
 
+ENDS = ("open", "close")
+
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of a thought's field in published templates."""
 
@@ -66,14 +68,13 @@ class AnswerParser:
             prefix = str(tokenizer.decode(list(prompt)))
         else:
             prefix = form.think[0] if ends_in_thought(tokenizer, form, prompt) else ""
-        self._template = _parts_as_text(form, has_calls=bool(tools))
-        close = self._template["fields"].get("tool_calls", {}).get("close_pattern")
-        self._close = regex.compile(close, regex.DOTALL) if close else None
-        self._parser = tokenizer.get_response_parser(self._template, prefix=prefix)
-        self._raw, self._at = "", 0  # all text, and where the last call in it ended
+        template = _parts_as_text(form, has_calls=bool(tools))
+        marks = template["fields"].get("tool_calls", {})
+        self._open, self._close = (regex.compile(marks.get(f"{end}_pattern", ""), regex.DOTALL) for end in ENDS)
+        self._parser = tokenizer.get_response_parser(template, prefix=prefix)
+        self._raw = ""  # text behind the last call
         self._held = ""  # an answer that may turn out to be a call in JSON alone
         self._spaces = ""  # at the end of what was said or thought: of nobody if the region ends there
-        self._depth = 0  # of marks within what looked like a call
         self._said = False  # content or a call has been given out
         self._trims = bool(prefix)  # white space at the beginning of what comes now is dropped
 
@@ -124,25 +125,22 @@ class AnswerParser:
         yield AnswerPart(content=said)
 
     def _close_call(self, opened: str, body: str) -> Iterator[AnswerPart]:
-        """What lies between marks: calls, or text that only looks like one, in which a sound call may follow."""
-        begin = self._raw.index(opened + body, self._at)
-        closed = self._close.match(self._raw, begin + len(opened + body)) if self._close else None
-        self._at = closed.end() if closed else len(self._raw)
-        whole = self._raw[begin : self._at]
-        if calls := self._calls_in(self._read(whole)) or self._calls_in(_json_or_none(body)):
-            self._said, self._trims, self._spaces = True, True, ""
-            yield from (AnswerPart(call=call) for call in calls)
-            return
-        yield from self._say(opened)
-        rest = whole[len(opened) :]
-        if self._depth == MOST_MARKS:
-            yield from self._say(rest)
-            return
-        inner = self._tokenizer.get_response_parser(self._template, prefix="")
-        outer = self._raw, self._at
-        self._depth, self._raw, self._at = self._depth + 1, rest, 0
-        yield from self._parts([*inner.feed(rest), *inner.finalize()[1]])
-        self._depth, (self._raw, self._at) = self._depth - 1, outer
+        """What lies between marks: calls, or text that only looks like one, in which a sound call may begin."""
+        _, _, rest = self._raw.partition(opened + body)
+        closed = self._close.match(rest)
+        close = closed[0] if closed else ""
+        self._raw = rest[len(close) :]
+        for _ in range(MOST_MARKS):
+            if calls := self._calls_in(self._read(opened + body + close)) or self._calls_in(_json_or_none(body)):
+                self._said, self._trims, self._spaces = True, True, ""
+                yield from (AnswerPart(call=call) for call in calls)
+                return
+            mark = self._open.search(body)
+            if mark is None:
+                break
+            yield from self._say(opened + body[: mark.start()])
+            opened, body = mark[0], body[mark.end() :]
+        yield from self._say(opened + body + close)
 
     def _read(self, region: str) -> Any:
         calls = {**self._form.template["fields"]["tool_calls"], "optional": True}

@@ -131,18 +131,15 @@ class ToolFunction(_Part):
 
 
 class Tool(_Part):
-    type: Literal["function"]
-    function: ToolFunction
+    """One that may be called, or that `tool_choice` names."""
 
-
-class NamedTool(BaseModel):
     type: Literal["function"] = "function"
     function: ToolFunction
 
 
 class AllowedTools(BaseModel):
     mode: Literal["auto", "required"] = "auto"
-    tools: list[NamedTool] = Field(min_length=1)
+    tools: list[Tool] = Field(min_length=1)
 
 
 class AllowedChoice(BaseModel):
@@ -150,24 +147,21 @@ class AllowedChoice(BaseModel):
     allowed_tools: AllowedTools
 
 
-class JsonSchema(_Part):
-    schema_: Schema = Field(alias="schema")
-
-
 class ResponseFormat(_Part):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: dict[str, Any] | None = None
     schema_: Schema | None = Field(None, alias="schema")
 
     @property
     def constraint(self) -> Constraint | None:
         if self.type == "text":
             return None
-        if self.type == "json_object":
-            return Constraint("json", self.schema_ or {"type": "object"}, "response_format")
-        if self.json_schema is None:
+        schema: Any = self.schema_ or {"type": "object"}
+        if self.type == "json_schema":
+            schema = (self.json_schema or {}).get("schema")
+        if not isinstance(schema, dict):
             raise ApiError("response_format.json_schema has no schema", param="response_format")
-        return Constraint("json", self.json_schema.schema_, "response_format")
+        return Constraint("json", schema, "response_format")
 
 
 class Structured(BaseModel):
@@ -306,7 +300,7 @@ class ChatBody(Body):
 
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | Tool | AllowedChoice = "auto"
     parallel_tool_calls: StrictBool = True
     response_format: ResponseFormat | None = None
     max_completion_tokens: Annotated[int, _at_least(1)] | None = None
@@ -338,7 +332,7 @@ class ChatBody(Body):
     def forced(self) -> list[dict[str, Any]]:
         """Tools of which the model has to call one."""
         choice = self.tool_choice
-        if isinstance(choice, NamedTool):
+        if isinstance(choice, Tool):
             return [tool for tool in self.offered if tool["function"]["name"] == choice.function.name]
         return self.offered if choice == "required" else []
 
@@ -354,7 +348,7 @@ class ChatBody(Body):
         if not names and choice not in ("none", "auto"):
             raise ApiError("tool_choice is given without tools", param="tool_choice")
         allowed = choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else []
-        named = [tool.function.name for tool in ([choice] if isinstance(choice, NamedTool) else allowed)]
+        named = [tool.function.name for tool in ([choice] if isinstance(choice, Tool) else allowed)]
         for name in named:
             if name not in names:
                 raise ApiError(f"tool_choice names {name!r}; the tools are {', '.join(names)}", param="tool_choice")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from .api_errors import ApiError
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 PROMPTS_IN_A_BUDGET = 4
 """Most prompts begun between two rounds."""
-
-COUNTED = ("prompt_tokens", "cached_tokens", "completion_tokens", "drafted", "accepted", "rounds")
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +149,7 @@ class Scheduler:
     def _tell(self, text: ServedText, event: Event) -> None:
         if event.finish is not None:
             self.requests[event.finish] += 1
-            self.totals.update({name: getattr(event.usage, name) for name in COUNTED})
+            self.totals.update(asdict(event.usage))
         try:
             text.on_event(event)
         except Exception:  # of a listener, which is no other text's
