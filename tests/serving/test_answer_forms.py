@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
+from eagle31_hf.sampling.grammar import GrammarCompiler
 from eagle31_hf.serving.answers import AnswerParser, writer_of
+from eagle31_hf.serving.api import call_grammar
 from eagle31_hf.serving.bodies import ChatBody, parse
-from eagle31_hf.serving.forms import call_grammar, form_of
-from eagle31_hf.serving.grammar import GrammarCompiler
 from eagle31_hf.serving.text import Event, Request, Usage
+from eagle31_hf.texts.answer_forms import form_of
 from eagle31_hf.texts.decoder import IncrementalDecoder
 from helpers import demo_tokenizer
 from loopback import chat

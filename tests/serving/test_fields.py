@@ -9,7 +9,7 @@ import pytest
 from eagle31_hf.serving.api import Translator
 from eagle31_hf.serving.api_errors import ApiError
 from eagle31_hf.serving.bodies import REFUSED, ChatBody, CompletionBody, parse, parse_json
-from eagle31_hf.serving.forms import form_of
+from eagle31_hf.texts.answer_forms import form_of
 from loopback import HTTP, MESSAGES, MODEL, QUESTION, TOOL_TEMPLATE, chat, error_of
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

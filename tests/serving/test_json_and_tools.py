@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from eagle31_hf.demo import target_path
-from eagle31_hf.serving.grammar import GrammarProcessor, OpenThought
+from eagle31_hf.sampling.grammar import GrammarProcessor, OpenThought
 from loopback import MESSAGES, MODEL, TOOL_TEMPLATE, chat, serving
 
 FREE = "Tell me of a river."

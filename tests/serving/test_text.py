@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle31_hf.serving.text import Request, StopScanner, TokenTexts, Writer
-from eagle31_hf.texts.decoder import IncrementalDecoder
+from eagle31_hf.serving.text import Request, StopScanner, Writer
+from eagle31_hf.texts.decoder import IncrementalDecoder, TokenTexts
 
 
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())

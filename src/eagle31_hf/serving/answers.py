@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import regex  # transformers' parser matches with it
 from transformers import PreTrainedTokenizerBase
 
+from ..texts.answer_forms import AnswerForm, Template, with_types
+from ..texts.decoder import TokenTexts
 from .bodies import AnyBody, ChatBody, CompletionBody
-from .forms import AnswerForm, Template, with_types
-from .text import Event, Request, TokenLogprob, TokenTexts, Usage
+from .text import Event, Request, TokenLogprob, Usage
 
 Fields = dict[str, Any]
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from ..errors import ConfigurationError
+from ..sampling.grammar import Grammar, GrammarCompiler, OpenThought, with_white_space
+from ..texts.answer_forms import UNIONS, AnswerForm, options_of, with_types
 from ..texts.chats import encode_chat, is_read, is_reserved
 from .answers import ends_in_thought
 from .api_errors import ApiError, TooLongError
 from .bodies import DEFAULT_COMPLETION_TOKENS, NO_LIMIT, AnyBody, ChatBody, CompletionBody, Constraint
 from .engine import Engine
-from .forms import call_grammar
-from .grammar import Grammar, GrammarCompiler, OpenThought
 from .text import Request, Sampling
 
 
@@ -122,3 +124,62 @@ def _sampling(body: AnyBody, choice: int) -> Sampling:
     top_k = None if body.top_k is None else max(body.top_k, 0)
     seed = None if body.seed in (None, -1) else body.seed + choice  # -1: any, as other servers have it
     return replace(sampling, top_k=top_k, seed=seed)
+
+
+# --- calls that are forced --------------------------------------------------------------------------------------------
+
+
+def call_grammar(form: AnswerForm, tools: Sequence[dict[str, Any]], template: str) -> str:
+    """A Lark grammar of texts that call one of the tools, in the form's own words where those are text alone, else as
+    JSON alone."""
+    functions = [tool["function"] for tool in tools]
+    if form.name == "Qwen XML":
+        rules = [_xml_rules(n, f, "<tool_call>\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n",
+                            "</function>\n</tool_call>") for n, f in enumerate(functions)]  # fmt: skip
+    elif form.name == "GLM XML":
+        rules = [_xml_rules(n, f, "<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n",
+                            "</tool_call>") for n, f in enumerate(functions)]  # fmt: skip
+    else:
+        arguments = "parameters" if form.name != "Hermes JSON" and '"parameters":' in template else "arguments"
+        marks = ("<tool_call>\n", "\n</tool_call>") if form.name == "Hermes JSON" else ("", "")
+        rules = [_json_rules(n, f, arguments, marks) for n, f in enumerate(functions)]
+    return "\n".join(["start: " + " | ".join(f"call{n}" for n in range(len(rules))), *rules])
+
+
+def _json_rules(number: int, function: dict[str, Any], arguments: str, marks: tuple[str, str]) -> str:
+    """The parameters are a schema of their own, so that its references point into it."""
+    begin = json.dumps(f'{marks[0]}{{"name": {json.dumps(function["name"])}, "{arguments}": ')
+    schema = json.dumps(with_white_space(function.get("parameters") or {"type": "object"}))
+    end = json.dumps("}" + marks[1])
+    return f"call{number}: {begin} arguments{number} {end}\narguments{number}: %json {schema}"
+
+
+def _xml_rules(number: int, function: dict[str, Any], begin: str, key: str, key_end: str, end: str) -> str:
+    """Each parameter by itself, in their order; those that are not required may be left out."""
+    parameters = with_types(function.get("parameters") or {})
+    required, definitions = parameters.get("required", []), {k: parameters[k] for k in ("$defs",) if k in parameters}
+    parts, rules = [], []
+    for place, (name, schema) in enumerate(parameters.get("properties", {}).items()):
+        value = f"value{number}x{place}"
+        parts.append(f"({json.dumps(key.format(name))} {value})" + ("" if name in required else "?"))
+        rules.append(f"{value}: {_value_rule(schema, definitions, key_end)}")
+    call = " ".join([json.dumps(begin.format(function["name"])), *parts, json.dumps(end)])
+    return "\n".join([f"call{number}: {call}", *rules])
+
+
+def _value_rule(schema: Any, definitions: dict[str, Any], end: str) -> str:
+    """Strings stand for themselves, all else is JSON; `end` comes after either."""
+    if not isinstance(schema, dict):
+        schema = {}
+    if options := options_of(schema):
+        texts = [option if isinstance(option, str) else json.dumps(option) for option in options]
+        return " | ".join(json.dumps(text + end) for text in texts)
+    kinds, union = schema.get("type"), next((u for u in UNIONS if isinstance(schema.get(u), list)), None)
+    if isinstance(kinds, list) and "string" in kinds:
+        return " | ".join(f"({_value_rule({**schema, 'type': kind}, definitions, end)})" for kind in kinds)
+    if union is not None and kinds is None:
+        return " | ".join(f"({_value_rule(choice, definitions, end)})" for choice in schema[union])
+    if kinds == "string":  # one expression with its end: matched as far as it goes, it would take that too
+        until = re.escape(end).replace("\\\n", "\\n").replace("/", "\\/")
+        return f"/[^<]{{0,{schema.get('maxLength', 1000)}}}{until}/"
+    return f"%json {json.dumps(with_white_space({**schema, **definitions}))} {json.dumps(end)}"

@@ -33,7 +33,7 @@ from ..loop.prefill import ChunkedPrefill, PrefillState
 from ..loop.round import Round, Written
 from ..stats import PhaseClock, SpeculationStats
 from .rows import NO_TOKEN, Rows, ServedText, choose_as_generate, logprobs_of
-from .text import Event, Request, Writer, shared_prefix
+from .text import Event, Request, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -288,6 +288,12 @@ class Batch:
         fails = fails and text.writer.finish is None
         finish, error = ("error", text.chooser.processing.failure or NO_TOKEN) if fails else (text.writer.finish, "")
         return Event(text.usage, shown, tuple(emitted[:count]), logprobs, finish, error)
+
+
+def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    width = min(len(one), len(other))
+    return next((i for i in range(width) if one[i] != other[i]), width)
 
 
 def _note_logprobs(text: ServedText, start: int, logits: Tensor) -> None:

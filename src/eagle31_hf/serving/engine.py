@@ -20,9 +20,9 @@ from ..errors import UnsupportedGenerationError
 from ..loop.pair import Pair
 from ..sampling.logits_processing import end_ids
 from ..targets.grouped_attention import why_attention_is_unknown
+from ..texts.answer_forms import form_of
 from .api_errors import ApiError, TooLongError
 from .batch import Batch
-from .forms import form_of
 from .rows import ServedText, unfollowed
 from .scheduler import Scheduler
 from .text import OnEvent, Request

@@ -23,11 +23,11 @@ from ..drafting.shape import DraftShape
 from ..loop.choosing import ChoiceRule, RoundBatch
 from ..sampling.callers_code import CallersCode
 from ..sampling.draw import FreshNoise, PositionNoise
+from ..sampling.grammar import GrammarProcessor
 from ..sampling.logits_processing import ScoreProcessing
 from ..sampling.seen_tokens import SeenTokens
 from ..stats import SpeculationStats
 from ..targets.binding import TargetBinding
-from .grammar import GrammarProcessor
 from .text import OnEvent, Request, Sampling, TokenLogprob, Usage, Writer
 
 logger = logging.getLogger(__name__)

@@ -21,11 +21,11 @@ from ..errors import ConfigurationError
 from ..sampling.logits_processing import sampling_options
 from ..stats import SpeculationStats
 from ..targets.binding import CACHE_ARGUMENT
+from ..texts.answer_forms import form_of
 from ..texts.chats import encode_chat
 from ..texts.decoder import IncrementalDecoder
 from ..texts.rows import Message
 from .answers import AnswerParser, AnswerPart
-from .forms import form_of
 
 __all__ = ["Answer", "ChatSession", "Piece"]
 

@@ -140,27 +140,6 @@ OnEvent = Callable[[Event], None]
 # --- tokens to text ---------------------------------------------------------------------------------------------------
 
 
-class TokenTexts:
-    """What each token of a text adds to it, special tokens by their names, as vLLM tells it beside log-probabilities.
-
-    A token that ends inside a character adds nothing, and the one that completes it all of it.
-
-    Attributes:
-        of: the text of a token that may come next.
-        length: characters told so far.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]):
-        self._decoder = IncrementalDecoder(tokenizer, prompt=prompt, skip_special_tokens=False)
-        self.of, self.length = self._decoder.peek, 0
-
-    def add(self, token: int) -> str:
-        """The text of the token that comes next."""
-        text = self._decoder.feed(token)
-        self.length += len(text)
-        return text
-
-
 class StopScanner:
     """Lets text through up to the first stop string, holding back what may be the beginning of one.
 
@@ -234,9 +213,3 @@ class Writer:
     @property
     def _may_end(self) -> bool:
         return len(self.tokens) > (self._request.min_new_tokens or 0)
-
-
-def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens are the same."""
-    width = min(len(one), len(other))
-    return next((i for i in range(width) if one[i] != other[i]), width)

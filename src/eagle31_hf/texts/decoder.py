@@ -75,3 +75,24 @@ class IncrementalDecoder:
     def _decode(self, ids: list[int]) -> str:
         shown = [token for token in ids if token not in self._hidden] if self._hidden else ids
         return str(self._tokenizer.decode(shown, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False))
+
+
+class TokenTexts:
+    """What each token of a text adds to it, special tokens by their names, as vLLM tells it beside log-probabilities.
+
+    A token that ends inside a character adds nothing, and the one that completes it all of it.
+
+    Attributes:
+        of: the text of a token that may come next.
+        length: characters told so far.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]):
+        self._decoder = IncrementalDecoder(tokenizer, prompt=prompt, skip_special_tokens=False)
+        self.of, self.length = self._decoder.peek, 0
+
+    def add(self, token: int) -> str:
+        """The text of the token that comes next."""
+        text = self._decoder.feed(token)
+        self.length += len(text)
+        return text

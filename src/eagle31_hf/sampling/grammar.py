@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation import logits_process as stock
 
 from ..errors import ConfigurationError, removal
-from .text import shared_prefix
 
 WHITE_SPACE = {"whitespace_pattern": r"[ \n]{0,12}"}
 """Between the parts of JSON: enough for any indentation, and not so much that a text is nothing else."""
@@ -174,7 +173,9 @@ class GrammarProcessor(stock.LogitsProcessor):
         return allowed
 
     def _follow(self, written: list[int]) -> None:
-        shared = shared_prefix(written, self._seen)
+        shared = 0
+        while shared < min(len(written), len(self._seen)) and written[shared] == self._seen[shared]:
+            shared += 1
         if shared < len(self._seen):
             self._matcher.rollback(len(self._seen) - shared)
         for token in written[shared:]:
