@@ -28,7 +28,7 @@ WIDTHS = {"gpt2": 256, "gptj": 256, "opt": 80, "falcon": 256, "bloom": 256, "gpt
 def test_sizes_of_any_family_are_known_and_its_cache_is_planned_layer_by_layer(family):
     """What Gemma 4's wide and narrow layers take is what a cache of it holds. Texts: tests/contract."""
     target = random_target(TEXT_FAMILIES[family]())
-    assert default_config(target).intermediate_size == WIDTHS.get(family, 96)
+    assert default_config(target.config).intermediate_size == WIDTHS.get(family, 96)
     assert plan_memory(target.config, card="RTX 4090", context=64).target.num_parameters > 0
     planned = read_target(target.config).forward.count(4, 40, capacity=40, block=4).cache
     cache = SpeculativeCache.from_config(target.config, batch_size=1, capacity=40, block=4)
