@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pictures
 import pytest
 from transformers import LlamaConfig
 
@@ -16,13 +15,6 @@ from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.plan import part_bytes
 
 ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
-assert spec is not None
-assert spec.loader is not None
-pictures = importlib.util.module_from_spec(spec)
-sys.modules["pictures"] = pictures
-spec.loader.exec_module(pictures)
-
 PICTURES = pytest.mark.parametrize("name", pictures.PICTURES)
 LINE = 14.0
 """Pixels of a line of letters."""

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,20 +102,25 @@ def our_logits(drafter: Eagle31Drafter, ids: torch.Tensor, aux: torch.Tensor) ->
     return [drafter.draft_logits(normed)[0] for normed in unroll(drafter, batch, aux[None], STEPS)]
 
 
+def study(peer: str, out: Path, *options: str) -> dict[str, Any]:
+    """The record of a comparison with that engine, and by way of writing what was found of it."""
+    command = [sys.executable, str(STUDIES / "compare_with_peers.py"), "--peers", peer, "--eager", "--turns", "1"]
+    done = subprocess.run([*command, *options, "--out", str(out)], capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr[-2000:]  # 1: something was found, which the record names
+    record = json.loads((out / "comparison.json").read_text())
+    ways = {way["way"]: way for way in record["ways"]}
+    assert {way["equal_texts"] for way in ways.values()} == {record["prompts"]}
+    return {**record, "ways": ways}
+
+
 class TestVllm:
     pytestmark = needs_engines
 
     def test_writes_our_texts_and_accepts_as_we_do(self, tmp_path):
         # Long texts: vLLM counts a text's last round past its end, which must weigh little.
-        study = [sys.executable, str(STUDIES / "compare_with_peers.py"), "--peers", "vLLM", "--eager"]
-        size = ["--turns", "1", "--new-tokens", "192", "--out", str(tmp_path)]
-        done = subprocess.run([*study, *size], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        record = json.loads((tmp_path / "comparison.json").read_text())
-        assert record["findings"] == []
-        ways = {way["way"]: way for way in record["ways"]}
-        assert {way["equal_texts"] for way in ways.values()} == {record["prompts"]} == {len(CONVERSATIONS)}
-        ours, theirs = ways["eagle31 eager"]["acceptance"], ways["vLLM drafter"]["acceptance"]
+        record = study("vLLM", tmp_path, "--new-tokens", "192")
+        assert (record["findings"], record["prompts"]) == ([], len(CONVERSATIONS))
+        ours, theirs = record["ways"]["eagle31 eager"]["acceptance"], record["ways"]["vLLM drafter"]["acceptance"]
         assert len(ours) == len(theirs) == 5
         assert max(abs(here - there) for here, there in zip(ours, theirs, strict=True)) <= 0.02
         assert ours[0] > 0.5, "a drafter that is never right would prove nothing"
@@ -124,13 +130,9 @@ class TestEconomize:
     pytestmark = needs_engines
 
     def test_writes_our_texts_and_accepts_as_we_do(self, tmp_path):
+        """So few rounds differ by the last ones of texts."""
         drafter = MODELS / "demo-drafter-eagle3"  # it reads EAGLE-3 drafters, not those of EAGLE 3.1
-        study = [sys.executable, str(STUDIES / "compare_with_peers.py"), "--peers", "economize", "--eager"]
-        pair = ["--target", str(target_path()), "--drafter", str(drafter), "--limit", "4", "--turns", "1"]
-        done = subprocess.run([*study, *pair, "--out", str(tmp_path)], capture_output=True, text=True)
-        assert done.returncode in (0, 1), done.stderr[-2000:]  # 1: so few rounds differ by the last ones of texts
-        record = json.loads((tmp_path / "comparison.json").read_text())
+        pair = ("--target", str(target_path()), "--drafter", str(drafter))
+        record = study("economize", tmp_path, *pair, "--limit", "4")
         assert record["left_out"] == {}
-        ways = {way["way"]: way for way in record["ways"]}
-        assert {way["equal_texts"] for way in ways.values()} == {record["prompts"]}
-        assert ways["economize drafter"]["acceptance"][0] > 0.5
+        assert record["ways"]["economize drafter"]["acceptance"][0] > 0.5

@@ -92,14 +92,20 @@ def test_examples_stay_short():
     assert not [path.name for path in (*EXAMPLES, *INTEGRATIONS) if len(path.read_text().splitlines()) >= 60]
 
 
+def told_in(script: Path, command: str) -> tuple[dict, dict[str, str]]:
+    """The options of a script's line with `command`, checked by the command line itself, and the script's defaults."""
+    lines = re.sub(r"\\\n", " ", script.read_text()).splitlines()
+    defaults = dict(re.findall(r"^(\w+)=\$\{\w+:-(.*)\}$", script.read_text(), re.M))
+    (line,) = [line for line in lines if re.search(rf"eagle31\W+{command} ", line) and line[0] != "#"]
+    words = shlex.split(line.removesuffix('"$@"'))
+    known = typer.main.get_command(app).commands[command].load()  # type: ignore[attr-defined]
+    return known.make_context(command, words[words.index(command) + 1 :]).params, defaults
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_runs_that_can_be_told(recipe: Path) -> None:
     """Every option of a recipe exists, has the right type, and the settings it makes are sound."""
-    script = re.sub(r"\\\n", " ", recipe.read_text())
-    (line,) = [line for line in script.splitlines() if line.startswith("exec ")]
-    words = shlex.split(line.removesuffix('"$@"'))
-    command = typer.main.get_command(app).commands["train"].load()  # type: ignore[attr-defined]
-    told = command.make_context("train", words[words.index("train") + 1 :]).params
+    told, _ = told_in(recipe, "train")
     known = {field.name for field in fields(TrainingSettings)}
     settings = TrainingSettings(**{
         name: tuple(value) if isinstance(value, list) else value for name, value in told.items() if name in known
@@ -107,20 +113,6 @@ def test_recipes_are_runs_that_can_be_told(recipe: Path) -> None:
     settings.check()
     assert settings.target.startswith("meta-llama/")
     assert os.access(recipe, os.X_OK)
-
-
-def test_there_are_recipes() -> None:
-    assert len(RECIPES) >= 2
-
-
-def told_in(script: Path, command: str) -> tuple[dict, dict[str, str]]:
-    """The options of a script's line with `command`, checked by the command line itself, and the script's defaults."""
-    lines = re.sub(r"\\\n", " ", script.read_text()).splitlines()
-    defaults = dict(re.findall(r"^(\w+)=\$\{\w+:-(.*)\}$", script.read_text(), re.M))
-    (line,) = [line for line in lines if f"eagle31 {command} " in line and not line.startswith("#")]
-    words = shlex.split(line.removesuffix('"$@"'))
-    known = typer.main.get_command(app).commands[command].load()  # type: ignore[attr-defined]
-    return known.make_context(command, words[words.index(command) + 1 :]).params, defaults
 
 
 @pytest.mark.parametrize("script", HOME_LAB, ids=lambda path: path.stem)
@@ -142,5 +134,5 @@ def test_home_lab_plans_fit_and_are_what_is_served(script: Path) -> None:
     assert os.access(script, os.X_OK)
 
 
-def test_there_are_home_lab_scripts() -> None:
-    assert len(HOME_LAB) == 3
+def test_there_are_recipes_and_home_lab_scripts() -> None:
+    assert (len(RECIPES), len(HOME_LAB)) == (2, 3)

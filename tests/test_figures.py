@@ -1,19 +1,13 @@
 """Tables of README and of pages hold what their records say. Which one: docs/figures.toml."""
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 
+import figures
 import pytest
 
 ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
-figures = importlib.util.module_from_spec(spec)
-sys.modules["figures"] = figures
-spec.loader.exec_module(figures)
-
 RECORDS = sorted((ROOT / "docs" / "records").glob("*"))
 LINKED = re.compile(r"records/([\w.-]+\.jsonl?)\)")
 

@@ -19,13 +19,8 @@ COSTS = {name: MACHINES[name] for name in ("float32", "bfloat16", "card", "graph
 def bernoulli(rates: Callable[[int], float], length: int, seed: int) -> DraftTrace:
     """A drafter whose token at position `t` is right with chance `rates(t)` whatever the draft."""
     dice = random.Random(seed)
-    return from_hits([dice.random() < rates(t) for t in range(length)])
-
-
-def from_hits(hits: Sequence[bool]) -> DraftTrace:
-    """`hits[t]`: whether token `t` is drafted right."""
     right, run = [], 0
-    for hit in reversed(hits):
+    for hit in reversed([dice.random() < rates(t) for t in range(length)]):
         right.append(run)
         run = min(run + 1, 64) if hit else 0
     return DraftTrace(tuple(reversed(right)))
@@ -40,44 +35,24 @@ def recorded(kind: str) -> list[DraftTrace]:
 RECORDED = ("domain", "other", "code", "copy")
 
 
+KINDS: dict[str, Callable[[int, int], float]] = {
+    "good": lambda t, length: 0.85,
+    "middling": lambda t, length: 0.55,
+    "bad": lambda t, length: 0.03,
+    "never": lambda t, length: 0.0,
+    "always": lambda t, length: 1.0,
+    "drifting": lambda t, length: 0.9 - 0.85 * t / length,
+    "improving": lambda t, length: 0.05 + 0.85 * t / length,
+    "alternating": lambda t, length: (0.9, 0.05)[t // 250 % 2],
+    "flickering": lambda t, length: float(t // 6 % 2 == 0),  # faster than anything can follow
+    "collapsing": lambda t, length: 0.9 if t < length // 2 else 0.0,
+}
+"""Chance of each token of a text to be drafted right."""
+
+
 def synthetic(kind: str, length: int = 2000, seed: int = 0) -> DraftTrace:
     """A trace by its name."""
-    half = length // 2
-    if kind == "good":
-        return bernoulli(lambda t: 0.85, length, seed)
-    if kind == "middling":
-        return bernoulli(lambda t: 0.55, length, seed)
-    if kind == "bad":
-        return bernoulli(lambda t: 0.03, length, seed)
-    if kind == "never":
-        return from_hits([False] * length)
-    if kind == "always":
-        return from_hits([True] * length)
-    if kind == "drifting":
-        return bernoulli(lambda t: 0.9 - 0.85 * t / length, length, seed)
-    if kind == "improving":
-        return bernoulli(lambda t: 0.05 + 0.85 * t / length, length, seed)
-    if kind == "alternating":
-        return bernoulli(lambda t: (0.9, 0.05)[t // 250 % 2], length, seed)
-    if kind == "flickering":  # faster than anything can follow
-        return from_hits([t // 6 % 2 == 0 for t in range(length)])
-    if kind == "collapsing":
-        return bernoulli(lambda t: 0.9 if t < half else 0.0, length, seed)
-    raise ValueError(kind)
-
-
-KINDS = (
-    "good",
-    "middling",
-    "bad",
-    "never",
-    "always",
-    "drifting",
-    "improving",
-    "alternating",
-    "flickering",
-    "collapsing",
-)
+    return bernoulli(lambda t: KINDS[kind](t, length), length, seed)
 
 
 def fixed_s(trace: DraftTrace, costs: Machine, depth: int) -> float:
