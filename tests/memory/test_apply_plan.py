@@ -175,7 +175,7 @@ def test_too_little_free_memory_is_said_with_the_ledger(monkeypatch: pytest.Monk
     full = replace(ROOMY, usable_bytes=ROOMY.default_margin_bytes + 30 * MIB)  # the target alone takes 44
     monkeypatch.setattr("eagle31_hf.memory.apply_plan.measure_card", lambda _device=None: full)
     refuse(
-        r"free for it now. Planned at the peak \(.*\): .*target weights.*MiB",
+        r"free for it. Planned at the peak \(.*\): .*target weights.*MiB",
         target=target_of("demo-target"),
         memory="auto" if is_auto else planned(),
     )

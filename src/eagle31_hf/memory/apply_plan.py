@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,16 +12,14 @@ from transformers import PreTrainedModel
 
 from ..errors import MemoryPlanError
 from ..settings import Eagle31GenerationConfig
-from .cards import GIB, Card, measure_card
+from .cards import Card, measure_card
 from .drafter_facts import read_drafter
 from .ledger import MemorySettings
-from .plan import MemoryPlan, size_text
+from .plan import MemoryPlan
 from .planner import DEFAULT_CONTEXT, plan_memory
 from .target_facts import read_target
 
 logger = logging.getLogger(__name__)
-
-LARGEST_TERMS = 5
 
 
 def plan_to_apply(requested: MemoryPlan | Literal["auto"], target: PreTrainedModel | None, drafter: Any) -> MemoryPlan:
@@ -60,19 +59,11 @@ def require_room(plan: MemoryPlan, card: Card) -> None:
     Raises:
         MemoryPlanError: with the largest terms of the ledger.
     """
-    budget = card.usable_bytes - plan.margin_bytes
-    needed = plan.peak_bytes - plan.card.context_bytes  # a measured card's runtime is there already
-    if needed > budget:
-        nearest = "; ".join(f"{other.what} {other.value}" for other in plan.alternatives)
-        raise MemoryPlanError(
-            f"{plan.target.name} with a drafter needs {needed / GIB:.1f} GiB at {plan.peak_moment!r}, and {card.name} "
-            f"has {budget / GIB:.1f} GiB free for it now. {short_ledger(plan)}"
-            + (f"What would fit: {nearest}" if nearest else "Close other programs, or plan with a shorter context")
-        )
+    replace(plan, card=card).require_fit()  # a measured card's runtime is there already
     if not plan.settings.speculates:
         raise MemoryPlanError(
             f"this plan for {plan.target.name} on {card.name} leaves no room for a drafter at a context of "
-            f"{plan.settings.context:,} tokens. {short_ledger(plan)}Generate without one, or plan a shorter context"
+            f"{plan.settings.context:,} tokens. {plan.largest_terms}Generate without one, or plan a shorter context"
         )
 
 
@@ -106,22 +97,14 @@ def plan_mismatch_reason(plan: MemoryPlan, *, rows: int, length: int) -> str:
     )
 
 
-def short_ledger(plan: MemoryPlan) -> str:
-    """One sentence with the largest terms alive at the peak."""
-    alive = sorted((t for t in plan.ledger if plan.peak_moment in t.moments), key=lambda term: -term.num_bytes)
-    named = ", ".join(f"{term.name} {size_text(term.num_bytes)}" for term in alive[:LARGEST_TERMS])
-    rest = sum(term.num_bytes for term in alive[LARGEST_TERMS:])
-    return f"Planned at the peak ({plan.peak_moment}): {named}, the rest {size_text(rest)}. "
-
-
 def run_ledger(drafter: Any, settings: MemorySettings) -> str:
-    """`short_ledger` of a generation with these settings; empty where it cannot be had.
+    """The largest terms of a generation with these settings; empty where it cannot be had.
 
     Args:
         drafter: attached.
     """
     try:
-        return short_ledger(plan_of_run(drafter, settings))
+        return plan_of_run(drafter, settings).largest_terms
     except (MemoryPlanError, RuntimeError, MemoryError) as error:  # an error is being told; this one must not hide it
         logger.debug("no ledger: %s", error)
         return ""

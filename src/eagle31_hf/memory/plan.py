@@ -15,6 +15,9 @@ from .dry_run import dry_run_of
 from .ledger import RUNNING, LedgerTerm, MemorySettings, build_ledger, bytes_by_moment, captures_steps
 from .target_facts import TargetFacts
 
+NAMED_TERMS = 5
+"""Of a ledger in one sentence."""
+
 
 @dataclass(frozen=True)
 class Alternative:
@@ -87,11 +90,6 @@ class MemoryPlan:
         return captures_steps(self.target, self.card, self.settings)
 
     @property
-    def largest_term(self) -> LedgerTerm:
-        """The largest of the terms alive at the peak."""
-        return max((t for t in self.ledger if self.peak_moment in t.moments), key=lambda term: term.num_bytes)
-
-    @property
     def drafter_bytes(self) -> int:
         """What adding the drafter costs at the peak: this plan's peak less that of the target alone."""
         alone = replace(self.settings, draft_tokens=0, tree_size=None, draft_is_usual=False)
@@ -103,16 +101,25 @@ class MemoryPlan:
         """This plan, if it fits.
 
         Raises:
-            MemoryPlanError: it does not; the message names the largest term and what would fit.
+            MemoryPlanError: it does not; the message names the largest terms and what would fit.
         """
         if self.fits:
             return self
-        nearest = "; ".join(f"{other.what} {other.value}" for other in self.alternatives) or "a larger card"
+        otherwise = "a shorter context, or the same beside less" if self.card.measured else "a larger card"
+        nearest = "; ".join(f"{other.what} {other.value}" for other in self.alternatives) or otherwise
         raise MemoryPlanError(
             f"{self.target.name} ({self.target.quantization.name}) needs {self.peak_bytes / GIB:.1f} GiB at "
-            f"{self.peak_moment!r}, {self.card.name} gives {self.budget_bytes / GIB:.1f}; the largest term is "
-            f"{self.largest_term.name!r} with {self.largest_term.num_bytes / GIB:.1f} GiB; what would fit: {nearest}"
+            f"{self.peak_moment!r}, {self.card.name} has {self.budget_bytes / GIB:.1f} GiB free for it. "
+            f"{self.largest_terms}What would fit: {nearest}"
         )
+
+    @property
+    def largest_terms(self) -> str:
+        """One sentence with the largest terms alive at the peak."""
+        alive = sorted((t for t in self.ledger if self.peak_moment in t.moments), key=lambda term: -term.num_bytes)
+        named = ", ".join(f"{term.name} {size_text(term.num_bytes)}" for term in alive[:NAMED_TERMS])
+        rest = sum(term.num_bytes for term in alive[NAMED_TERMS:])
+        return f"Planned at the peak ({self.peak_moment}): {named}, the rest {size_text(rest)}. "
 
     def check_target(self, model: nn.Module) -> None:
         """Refuse a model other than the planned one.

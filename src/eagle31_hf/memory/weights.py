@@ -229,9 +229,9 @@ _FROM_CONFIG: dict[str, Callable[[dict[str, Any]], Quantization]] = {
 
 # --- what a model has -------------------------------------------------------------------------------------------------
 
-# Tensors that quantisers hang on a parameter or a module, outside parameters() and buffers().
-_PARAMETER_EXTRAS = ("SCB", "CB")
-_QUANT_STATE_TENSORS = ("absmax", "code", "offset")
+_PACKED_STATES = ("QuantState", "MatmulLtState")
+"""What bitsandbytes hangs on a parameter or a module, outside parameters() and buffers(); double quantisation nests one
+in another."""
 
 
 def storage_bytes(model: nn.Module) -> int:
@@ -239,39 +239,20 @@ def storage_bytes(model: nn.Module) -> int:
 
     `get_memory_footprint()` misses those, and reports the logical size of tensor subclasses.
     """
-    sizes: dict[int, int] = {}
-    for tensor in _all_tensors(model):
-        storage = tensor.untyped_storage()
-        sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
+    states = (getattr(module, "state", None) for module in model.modules())
+    storages = (tensor.untyped_storage() for tensor in _tensors_of((*model.parameters(), *model.buffers(), *states)))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def _all_tensors(model: nn.Module) -> Iterator[Tensor]:
-    for tensor in (*model.parameters(), *model.buffers()):
-        yield from _plain_tensors(tensor)
-        yield from _attached_tensors(tensor, _PARAMETER_EXTRAS)
-        state = getattr(tensor, "quant_state", None)
-        while state is not None:  # double quantisation nests one state in another
-            yield from _attached_tensors(state, _QUANT_STATE_TENSORS)
-            state = getattr(state, "state2", None)
-    for module in model.modules():
-        yield from _attached_tensors(getattr(module, "state", None), _PARAMETER_EXTRAS)
-
-
-def _attached_tensors(owner: Any, names: Iterable[str]) -> Iterator[Tensor]:
-    for name in names:
-        value = getattr(owner, name, None)
-        if isinstance(value, Tensor):
-            yield from _plain_tensors(value)
-
-
-def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors a tensor subclass (torchao, quanto) is made of; a plain tensor is its own."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain_tensors(getattr(tensor, name))
-    else:
-        yield tensor
+def _tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among values, those hung on them, and what a tensor subclass (torchao, quanto) is made of."""
+    for value in values:
+        if hasattr(value, "__tensor_flatten__"):
+            yield from _tensors_of(getattr(value, name) for name in value.__tensor_flatten__()[0])
+        elif isinstance(value, Tensor):
+            yield value
+        if isinstance(value, Tensor) or type(value).__name__ in _PACKED_STATES:
+            yield from _tensors_of(vars(value).values())
 
 
 @dataclass(frozen=True)
