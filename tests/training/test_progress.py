@@ -37,6 +37,7 @@ def test_the_bar_says_that_acceptance_is_measured() -> None:
     bar, state, control = LiveProgress(Console(file=io.StringIO()), counting), TrainerState(), TrainerControl()
     control.should_evaluate = True
     bar.on_step_end(None, state, control)
+    assert "1 of 8" in str(counting.bar.tasks[0].fields["note"])
     bar.on_log(None, state, control, {"loss": 2.0, "accuracy_step_0": 0.5, "accuracy_step_1": 0.4})
     assert counting.figures == ", loss 2.00, accuracy 0.50 to 0.40, measuring acceptance"
     bar.on_log(None, state, control, {"eval_acceptance_length": 1.5})

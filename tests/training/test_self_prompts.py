@@ -40,51 +40,37 @@ def test_what_is_kept_is_new(texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "like_it"),
     [
-        "What is the capital of France?",
-        "Solve [6x + 9] - 3*y + 6*2 = 15 - 2*y + 4y + 7x - 25 for x.",
-        "def int_array_add(a, b):\n    return a + b",
-        "Напишите рассказ о море и о ветре",
-        "Schreiben Sie bitte einen Aufsatz zur Geschichte der Stadt Köln und ihrer Brücken",
-        "请写一首关于秋天的诗",
-        "夏休みの思い出について書いてください",
-        "เขียนเรื่องสั้นเกี่ยวกับทะเล",
-        "Python으로 정렬 함수를 작성해 주세요",
-        "اكتب قصة قصيرة عن البحر",
-    ],
-)
-def test_prompts_of_any_language_and_code_are_kept(text: str) -> None:
-    seen: set[tuple[str, ...]] = set()
-    assert is_new(text, seen)
-    assert not is_new(text, seen)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
+        *[(text, text) for text in (
+            "What is the capital of France?",
+            "Solve [6x + 9] - 3*y + 6*2 = 15 - 2*y + 4y + 7x - 25 for x.",
+            "def int_array_add(a, b):\n    return a + b",
+            "Напишите рассказ о море и о ветре",
+            "Schreiben Sie bitte einen Aufsatz zur Geschichte der Stadt Köln und ihrer Brücken",
+            "夏休みの思い出について書いてください",
+            "เขียนเรื่องสั้นเกี่ยวกับทะเล",
+            "Python으로 정렬 함수를 작성해 주세요",
+            "اكتب قصة قصيرة عن البحر",
+        )],
         ("How do I bake a loaf of bread at home on a stone?", "How do I bake a loaf of bread at home on a tray?"),
         ("请写一首关于秋天的落叶和思念的诗歌", "请写一首关于秋天的落叶和思念的短诗"),
     ],
-)
-def test_a_prompt_like_one_before_is_left_out(first: str, second: str) -> None:
+)  # fmt: skip
+def test_prompts_of_any_language_and_code_are_kept_and_none_like_them(text: str, like_it: str) -> None:
     seen: set[tuple[str, ...]] = set()
-    assert is_new(first, seen)
-    assert not is_new(second, seen)
+    assert is_new(text, seen)
+    assert not is_new(like_it, seen)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("source", "count"), [("self", 2000), ("self:7", 7), ("selfish.jsonl", None), ("a:7", None)])
-def test_how_many_prompts_a_source_asks_for(source: str, count: int | None) -> None:
-    assert self_prompt_count(source) == count
-
-
-@pytest.mark.parametrize("source", ["self:0", "self:-3", "self:many"])
-def test_no_number_of_prompts_is_refused(source: str) -> None:
-    with pytest.raises(ConfigurationError, match="wanted self or self:N"):
-        self_prompt_count(source)
+def test_how_many_prompts_a_source_asks_for() -> None:
+    assert [self_prompt_count(source) for source in ("self", "self:7", "selfish.jsonl", "a:7")] == [2000, 7, None, None]
+    for source in ("self:0", "self:-3", "self:many"):
+        with pytest.raises(ConfigurationError, match="wanted self or self:N"):
+            self_prompt_count(source)
 
 
 def test_the_templates_own_opening_of_a_user_turn(tokenizer) -> None:

@@ -21,7 +21,7 @@ from eagle31_hf.training.data import PackedDocuments
 from eagle31_hf.training.measure import EvaluationPrompt, served_error, served_length, write_texts
 from eagle31_hf.training.objectives import DistillationModel
 from eagle31_hf.training.preparation import set_vocabulary
-from eagle31_hf.training.progress import Counting, LiveProgress, StopRequest, telling_what_is_kept
+from eagle31_hf.training.progress import StopRequest, telling_what_is_kept
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.train import leave_process_group
 from eagle31_hf.training.trainer import DistillationTrainer, copy_weights, last_checkpoint
@@ -120,17 +120,6 @@ def test_the_difference_to_the_best_is_judged_text_by_text(tmp_path: Path, last:
     state.best_global_step = 2
     trainer._load_best_model()
     assert state.best_global_step == 4
-
-
-def test_a_log_file_is_told_how_far_training_is(tmp_path: Path) -> None:
-    written = io.StringIO()
-    trainer = make_trainer(tmp_path, steps=3)
-    console = Console(file=written, width=200)
-    with Counting(console, "stage1", 3) as counting:
-        trainer.add_callback(LiveProgress(console, counting))
-        trainer.train()
-    (line,) = written.getvalue().splitlines()  # not one a step
-    assert line.startswith("stage1: 3 of 3, loss ")
 
 
 def test_nan_stops_and_names_the_last_good_checkpoint(tmp_path: Path) -> None:

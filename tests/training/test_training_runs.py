@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tiny_training import make_drafter, make_target
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import target_path
 from eagle31_hf.drafter import loading
-from eagle31_hf.errors import ConfigurationError, Eagle31Error, TrainingError
+from eagle31_hf.errors import Eagle31Error, TrainingError
 from eagle31_hf.training import train
 from eagle31_hf.training.measure import EvaluationPrompt
 from eagle31_hf.training.progress import describe_kept
@@ -94,42 +93,44 @@ def test_a_run_has_as_many_steps_as_its_minutes_hold(tmp_path: Path, monkeypatch
     assert resumed.plan.steps == 3
 
 
-def test_a_run_that_cannot_be_resumed_or_makes_no_sense(tmp_path: Path) -> None:
-    told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path / "none", resume=True)
-    with pytest.raises(TrainingError, match="nothing to resume"):
-        train_drafter(told)
-    senseless = {"stage": "3"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}
-    with pytest.raises(ConfigurationError, match=r"--stage both went in 0\.2\.0: train stage 1, then"):
-        train_drafter(replace(told, stage="both"))
-    senseless += {"minutes": 0.0}, {"minutes": 8.0, "max_steps": 5}
-    for wrong in (*senseless, {"resume": True, "fresh": True}, {"dtype": "fp64"}, {"device": "gpu"}):
-        with pytest.raises(ConfigurationError):
-            train_drafter(replace(told, **wrong))
-
-
-def misfitting(folder: Path) -> dict[str, object]:
-    """A drafter of a target of another width."""
-    make_drafter(make_target()).save_pretrained(folder)
-    return {"drafter": str(folder)}
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("fields", "message"),
     [
-        (misfitting, "hidden"),
-        (lambda folder: {"draft_vocab_size": 99_999}, "draft_vocab_size"),
+        ({"resume": True}, "nothing to resume"),
+        ({"resume": True, "fresh": True}, "resume and fresh exclude each other"),
+        ({"stage": "3"}, "stage is '3'; wanted one of 1, 2"),
+        ({"stage": "both"}, r"--stage both went in 0\.2\.0: train stage 1, then"),
+        ({"stage": "2"}, "stage 2 improves a trained drafter"),
+        ({"prompts": ()}, "no prompts given"),
+        ({"ttt_steps": 0}, "ttt_steps is 0; wanted at least 1"),
+        ({"minutes": 0.0}, "minutes is 0.0; wanted more than 0"),
+        ({"minutes": 8.0, "max_steps": 5}, "give one"),
+        ({"temperature": (-1.0,)}, "wanted 0"),
+        ({"regenerate": "some"}, "regenerate is 'some'"),
+        ({"dtype": "fp64"}, "dtype is 'fp64'"),
+        ({"device": "gpu"}, "device is 'gpu'"),
+        ({"out": Path(__file__)}, r"test_training_runs\.py' is a file; name a folder"),
+        ({"out": Path(__file__) / "run"}, r"test_training_runs\.py' is a file; name a folder"),
     ],
-    ids=["misfitting", "too many tokens"],
 )
+def test_a_run_that_makes_no_sense(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path / "none")
+    with pytest.raises(Eagle31Error, match=message):
+        train_drafter(replace(told, **fields))
+
+
 def test_a_drafter_that_cannot_be_trained_is_refused_before_the_target_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], dict[str, Any]], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train.Run, "read_texts", lambda self: pytest.fail("the target writes for hours"))
     told = TrainingSettings(
         target=str(target_path()), prompts=("self:9",), out=tmp_path / "out", device="cpu", dtype="float32"
     )
-    with pytest.raises(Eagle31Error, match=message):
-        train_drafter(replace(told, **make(tmp_path / "start")))
+    make_drafter(make_target()).save_pretrained(tmp_path / "of another width")
+    with pytest.raises(Eagle31Error, match="hidden"):
+        train_drafter(replace(told, drafter=str(tmp_path / "of another width")))
+    with pytest.raises(Eagle31Error, match="draft_vocab_size"):
+        train_drafter(replace(told, draft_vocab_size=99_999))
 
 
 def test_texts_to_measure_on_are_greedy_ones_and_those_that_are_served(
