@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from eagle31_hf import Eagle31Drafter
-from helpers import assert_same_text, configured
+from helpers import assert_same_text
 from reference_drafter import Yarn, plain_frequencies
 
 LLAMA: dict[str, Any] = {"rope_theta": ...}
@@ -418,8 +418,9 @@ def test_drafts_are_the_formulas(name: str, tmp_path: Path) -> None:
     eagle = Eagle31Drafter.from_pretrained(write(case, tensors, tmp_path), target=target, dtype=torch.float32)
     got = first_logits(eagle, target, inputs)
     assert_same_logits(got, reference_logits(case, tensors, target, inputs))
-    with configured(eagle, num_assistant_tokens=STEPS):
-        assert_same_text(target, eagle, inputs, do_sample=False, max_new_tokens=12)
+    assert_same_text(
+        target, eagle, inputs, settings={"num_assistant_tokens": STEPS}, do_sample=False, max_new_tokens=12
+    )
     # What is written of it means the same.
     eagle.save_pretrained(tmp_path / "again", format="speculators" if case.norms else None)
     again = Eagle31Drafter.from_pretrained(tmp_path / "again", target=target)

@@ -100,8 +100,7 @@ def test_graphs_write_it_too(shape: str, monkeypatch) -> None:
     kwargs = {"max_new_tokens": 20, "do_sample": False, "sequence_bias": {(VOCABULARY + 2,): 2.0}}
     use_fixed_shapes_only(monkeypatch)
     for way in ({}, {"draft_top_k": 3, "draft_tree_size": 10}):
-        with configured(drafter, acceleration="compile", **way):
-            assert_same_text(target, drafter, inputs, **kwargs)
+        assert_same_text(target, drafter, inputs, settings={"acceleration": "compile", **way}, **kwargs)
 
 
 class OnlyAdded:

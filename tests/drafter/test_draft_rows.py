@@ -14,7 +14,7 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter import draft_rows
 from eagle31_hf.drafter.draft_rows import follows_merges
 from eagle31_hf.errors import ConfigurationError
-from helpers import assert_same_text, configured
+from helpers import assert_same_text
 from mtp_targets import target_with_head
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -74,8 +74,8 @@ def test_rows_that_are_asked_for_draft_the_same_text(tmp_path):
     for size in (1, 100, 1024):
         drafter = Eagle31Drafter.from_pretrained(tmp_path, target=target, draft_vocab_size=size)
         assert drafter.config.draft_vocab_size == size
-        with configured(drafter, num_assistant_tokens=3, num_assistant_tokens_schedule="constant"):
-            assert_same_text(target, drafter, ids, max_new_tokens=24, do_sample=False)
+        settings = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+        assert_same_text(target, drafter, ids, settings=settings, max_new_tokens=24, do_sample=False)
         assert drafter.stats.drafted > 0
     drafter.detach()
     for size in (0, 1025):

@@ -10,7 +10,7 @@ import transformers as hf
 from eagle31_hf import Eagle31Drafter, plan_memory
 from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.weights import SCHEMES
-from helpers import SIZES, assert_same_text, configured, left_padded, random_drafter, random_prompts, random_target
+from helpers import SIZES, assert_same_text, left_padded, random_drafter, random_prompts, random_target
 
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 DEEPSEEK = hf.DeepseekV3Config(
@@ -33,9 +33,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy_text_is_the_targets(pair, way):
-    target, drafter = pair
-    with configured(drafter, **WAYS[way]):
-        assert_same_text(target, drafter, left_padded(random_prompts(3)), max_new_tokens=24, do_sample=False)
+    inputs = left_padded(random_prompts(3))
+    assert_same_text(*pair, inputs, settings=WAYS[way], max_new_tokens=24, do_sample=False)
 
 
 def test_a_plan_counts_what_is_loaded(pair):
