@@ -53,8 +53,6 @@ class PackingScheme:
         Raises:
             ConfigurationError: another method, or a setting that cannot be followed.
         """
-        if isinstance(quantization_config, cls):
-            return quantization_config
         fields = quantization_config
         if not isinstance(fields, Mapping):
             fields = quantization_config.to_dict() if hasattr(quantization_config, "to_dict") else {}
