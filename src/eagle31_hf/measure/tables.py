@@ -89,7 +89,7 @@ def cost_table(results: Sequence[MethodResult], price_per_hour: float | None, ca
             f"{result.first_token_s['p50'] * 1e3:.0f}",
             *(f"{result.gap_s[each] * 1e3:.0f}" if result.gap_s else "" for each in ("p50", "p95", "p99")),
             "" if result.peak_bytes is None else f"{result.peak_bytes / 1e9:.2f} GB",
-            "" if result.bytes_over_plain is None else f"{result.bytes_over_plain / 1e6:+.0f} MB",
+            "" if result.bytes_over_plain is None else f"{round(result.bytes_over_plain / 1e6):+d} MB",
             "" if price_per_hour is None else f"{result.price_per_million(price_per_hour):.2f}",
         )
         for result in results
