@@ -15,6 +15,8 @@ from command_line import DRAFTER, PROMPT, TARGET, run
 from eagle31_hf.cli import generate, pairs
 from eagle31_hf.cli.app import LazyCommand
 from eagle31_hf.cli.options import WIDTH
+from eagle31_hf.cli.pairs import DraftOptions, PairSource, load_pair
+from eagle31_hf.loop.pair import draft_shape
 from eagle31_hf.stats import Acceptance, SpeculationStats
 from eagle31_hf.targets.devices import quick_dtype
 from helpers import configured, drafter_of, use_fixed_shapes_only
@@ -65,6 +67,12 @@ def test_the_demos_answers_are_drawn_with_their_colours(tmp_path):
     for picture in (drawn, shown):
         assert 0.5 < coloured_share(picture) < 0.95, "most is drafted, and each pass writes a token of its own"
         assert "url(" not in picture.replace("url(#", ""), "it loads nothing"
+
+
+def test_the_demo_keeps_graphs_that_drafts_by_default_use():
+    drafter = load_pair(PairSource(), DraftOptions()).drafter
+    default = draft_shape(drafter, rows=1, sampled=False, by_graphs=True)
+    assert default.depth == generate.DEMO_DRAFT_TOKENS
 
 
 def test_generate_compares_any_pair(tmp_path):

@@ -29,7 +29,9 @@ from .pairs import DraftOptions, LoadedPair, PairSource, encode, load_pair
 from .progress import progress_bar
 
 STREAMED_IN_DEMO = 2
-DEMO_DRAFT_TOKENS = 5
+DEMO_DRAFT_TOKENS = 7
+"""As many as drafts by graphs have by default: the graphs that the demo leaves on a CPU serve `chat`, too."""
+
 REPEATS = 3
 
 CompareOption = Annotated[
