@@ -147,7 +147,7 @@ def use_fixed_shapes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that graphs for a CPU need (buckets, padding, fixed buffers), with buckets that fill and without a compiler:
     with `acceleration="compile"` each step stands for its own graph."""
     monkeypatch.setitem(captured.CAPTURES, "cpu", mock.Mock(side_effect=AssertionError("steps are graphs here")))
-    monkeypatch.setattr(captured.CapturesSteps, "make", lambda self, key, step, inputs: step)
+    monkeypatch.setattr(captured.CapturesSteps, "make", lambda self, key, step, inputs, outputs: step)
     monkeypatch.setattr(captured.CapturesSteps, "exact_sizes", False)
     monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10**9)
     monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 16)

@@ -119,8 +119,8 @@ def test_a_graph_that_spoils_a_state_is_given_up(
     """One whose logits are right and whose states are not: the next round's text would be another one."""
     make = CapturesSteps.make
 
-    def make_spoiling(maker: CapturesSteps, key: GraphKey, step: Step, inputs: tuple) -> Step:
-        made = make(maker, key, step, inputs)
+    def make_spoiling(maker: CapturesSteps, key: GraphKey, *given: Any) -> Step:
+        made = make(maker, key, *given)
 
         def spoiling(*given: Any) -> Any:
             output = made(*given)

@@ -269,9 +269,9 @@ def test_graphs_of_others_are_not_touched(
     DIFFERS[differs](warmed, monkeypatch)
     load, loaded = packages.GraphPackages.load, []
 
-    def note(self: packages.GraphPackages, key: Any, step: Any) -> Any:
+    def note(self: packages.GraphPackages, key: Any, outputs: Any) -> Any:
         loaded.append(key)
-        return load(self, key, step)
+        return load(self, key, outputs)
 
     monkeypatch.setattr(packages.GraphPackages, "load", note)
     assert_plain(warmed)

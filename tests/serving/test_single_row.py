@@ -29,7 +29,7 @@ class NotesGraphs(GraphMaker):
     def can_make(self, key: GraphKey) -> bool:
         return True
 
-    def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
+    def make(self, key: GraphKey, step: Step, inputs: tuple, outputs: Any) -> Step:
         caches = [each for each in inputs if isinstance(each, FixedShapeCache)]
         layers = [layer for cache in caches for layer in cache.layers if layer.is_initialized]
         lent = [tensor for layer in layers for tensor in (layer.keys, layer.values)]

@@ -179,7 +179,7 @@ class CapturesSteps(GraphMaker):
     def can_make(self, key: GraphKey) -> bool:
         return True
 
-    def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
+    def make(self, key: GraphKey, step: Step, inputs: tuple, outputs: Any) -> Step:
         return CapturedStep(step, self.capture)
 
 

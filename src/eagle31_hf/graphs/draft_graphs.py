@@ -55,8 +55,8 @@ class DraftNodes(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """A draft, and by what its graph is checked: of a chain the distribution `(B, 1, S)` that the first token was
-    chosen by, of a tree the logits `(B, k, Vd)` of its first level."""
+    """A draft, and by what its graph is checked: the logits `(B, k, Vd)` of its first step; of a chain of one token,
+    for which there is no step, those it was chosen by."""
 
     checked: Tensor
     nodes: DraftNodes
@@ -203,12 +203,12 @@ def _chain_step(
     logits, tokens, first = root, [roots[:, None]], root  # tokens: (B, 1) each
     for k in range(shape.depth):
         scores, support = choice.rank(logits[:, -1], (), drafter.draft_ids, depth=k)
-        first = scores[:, None].softmax(-1, dtype=torch.float32) if k == 0 else first
         tokens.append(to_target_ids(argmax(scores)[:, None], support))
         if k + 1 < shape.depth:
             here = slice(k, k + 1)
             turned = cos[:, here], sin[:, here]
             logits, feedback = draft_step(drafter, tokens[-1], feedback, slots[:, here], turned, None, cache)
+            first = logits if k == 0 else first
     return Drafted(first, DraftNodes(torch.cat(tokens, 1)))
 
 
@@ -364,20 +364,5 @@ class CompiledDrafting:
             ),
             lambda: None,
             pays=self.inputs.rows_pay,
-            reference=partial(_first_of_draft, self.session, shape, choosing.of_drafts(by)),
         )
         return None if drafted is None else drafted.nodes.to_tree(shape, depth)
-
-
-def _first_of_draft(session: DraftSession, shape: DraftShape, choice: DraftChoice) -> Tensor:
-    """What a draft's graph is checked by: the distribution `(B, 1, S)` that a chain's first token is chosen by; of a
-    tree logits `(B, top_k, Vd)` of the root's children."""
-    logits, top_k = session.root.logits[:, 0], shape.top_k
-    scores, _ = choice.rank(logits, (), session.draft_ids, depth=0, at_least=logits.shape[-1] if shape.is_tree else 1)
-    if not shape.is_tree:
-        return scores[:, None].softmax(-1, dtype=torch.float32)
-    children = scores.float().topk(top_k).indices  # (B, top_k)
-    alone = torch.eye(top_k, dtype=torch.bool, device=children.device).expand(len(children), -1, -1)
-    feedback = session.root.feedback.expand(-1, top_k, -1)
-    tokens = to_target_ids(children, session.draft_ids)
-    return session.step(tokens, feedback, after=0, depth=0, ancestors=alone).logits

@@ -137,8 +137,7 @@ class Graphs:
         inputs: Callable[[], tuple],
         eager: Callable[[], Any],
         *,
-        pays: bool = True,
-        reference: Callable[[], Tensor] | None = None,
+        pays: bool,
         compared: Callable[[Any], Sequence[Tensor]] = itemgetter(slice(1)),
     ) -> Any:
         """What the graph of `key` makes of its inputs, or what eager code does where there is no such graph.
@@ -150,36 +149,38 @@ class Graphs:
             key: which graph.
             step: what it computes.
             inputs: what the step takes, in memory that stays where it is.
-            eager: the same outputs without a graph; anything where `reference` is given.
+            eager: the same outputs without a graph; `None` where eager code has no such step in one piece: a new graph
+                is then checked against the step as it stands.
             pays: whether a new graph would.
-            reference: what the first output must begin with, where that is cheaper than all of `eager`: the new graph
-                then serves the first call, too.
             compared: what of the outputs must agree with the eager ones; default: the first.
         """
-        known = key in self._steps
-        if self.disabled_reason or not (known or (pays and self.maker.can_make(key))):
+        graph = self._steps.get(key)
+        if self.disabled_reason or not (graph or (pays and self.maker.can_make(key))):
             return eager()
         filled = inputs()
-        if not known:
-            outputs = eager() if reference is None else None
-            expected = compared(outputs) if reference is None else [reference()]
-            self._make_room(key)
-            try:
-                made = self.maker.make(key, step, filled)
-                _require_agreement(compared(made(*filled)), expected)
-                self._steps[key] = made
-            except Exception as failure:  # whatever a compiler stumbles over, the text must go on
-                self.give_up(failure, self.maker.failure)
-            if reference is None:
-                return outputs
+        if graph is None:
+            return self._make(key, step, filled, eager(), compared)
         try:
-            if key in self._steps:
-                return self._steps[key](*filled)
+            return graph(*filled)
         except RecordingFailedError as failure:  # for the caches of another text
             self.give_up(failure, self.maker.failure)
         except OtherInputsError:
             pass
         return eager()
+
+    def _make(
+        self, key: GraphKey, step: Step, filled: tuple, outputs: Any, compared: Callable[[Any], Sequence[Tensor]]
+    ) -> Any:
+        """The eager `outputs`, with which the new graph agrees or is given up."""
+        self._make_room(key)
+        try:
+            outputs = step(*filled) if outputs is None else outputs
+            made = self.maker.make(key, step, filled, outputs)
+            _require_agreement(compared(made(*filled)), compared(outputs))
+            self._steps[key] = made
+        except Exception as failure:  # whatever a compiler stumbles over, the text must go on
+            self.give_up(failure, self.maker.failure)
+        return outputs
 
     def _make_room(self, key: GraphKey) -> None:
         """Let graphs of this kind go that choose tokens in the way that was met first, where there are many."""

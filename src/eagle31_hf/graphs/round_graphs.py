@@ -209,13 +209,6 @@ class RoundGraph:
             slots, rotary = inputs.slots(step.width + step.draft_slots), drafting.rotary(step.width + step.levels)
             return RoundInputs(logits, aux, nodes, slots, rotary, by), inputs.fixed
 
-        def logits_after_bonus() -> Tensor:
-            """As eager code has them, by which the graph is checked."""
-            accepted, path = step.accept(logits, nodes, by)
-            accepted = step.readable(accepted, logits.shape[-1])
-            tokens, states, counts = step.following(path, accepted), step.along(aux, accepted), accepted.length.tolist()
-            return session.read(tokens, states, session.rotary_depths(step.width), counts).logits
-
         key_shape = (shape.depth, shape.top_k) if shape.is_tree else ()
         made: AcceptedAhead | None = drafting.graphs.run_or_eager(
             GraphKey("advance", len(tree.tokens), tree.size, (*key_shape, inputs.num_slots), step.choosing.key),
@@ -223,6 +216,5 @@ class RoundGraph:
             filled,
             lambda: None,
             pays=inputs.rows_pay,
-            reference=logits_after_bonus,
         )
         return made

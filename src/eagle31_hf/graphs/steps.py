@@ -60,8 +60,8 @@ class GraphMaker:
         """Whether it has, or would make, the graph of `key`; the same throughout a generation."""
         return False
 
-    def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
-        """The graph of `step`. May raise anything."""
+    def make(self, key: GraphKey, step: Step, inputs: tuple, outputs: Any) -> Step:
+        """The graph of `step`, which gives such outputs of these inputs. May raise anything."""
         raise NotImplementedError
 
 

@@ -331,10 +331,9 @@ class _Ledger:
         return (2 * self.nodes + 1) * one + self.batch * (noise + seen)
 
     def _drafted(self, drafter: DrafterFacts) -> int:
-        """What a step that ends with a draft gives: logits and state to go on from, and scores to be checked by."""
-        b, draft = drafter.element_bytes, self.settings.shape
-        root = (drafter.draft_vocab + drafter.hidden_size) * b
-        return self.batch * (root + drafter.draft_vocab * max(4, draft.top_k * b if draft.is_tree else 0))
+        """What a step that ends with a draft gives: logits and state to go on from, and logits to be checked by."""
+        logits = 1 + self.settings.shape.top_k
+        return self.batch * (drafter.hidden_size + logits * drafter.draft_vocab) * drafter.element_bytes
 
 
 HOPPER = (9, 0)

@@ -35,7 +35,7 @@ from .packed_weights import PackedWeights
 from .pieces import LayerCutter
 
 CACHE_VARIABLE = "EAGLE31_CACHE"
-FORMAT = 5
+FORMAT = 6
 """Counted up when steps take other inputs, or files say something else: packages of before are not theirs."""
 
 
@@ -136,8 +136,8 @@ class LoadsKept(GraphMaker):
     def can_make(self, key: GraphKey) -> bool:
         return name_of(key) in self.names
 
-    def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
-        return self.packages.load(key, step)
+    def make(self, key: GraphKey, step: Step, inputs: tuple, outputs: Any) -> Step:
+        return self.packages.load(key, outputs)
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,10 @@ class CompilesAhead(GraphMaker):
     def can_make(self, key: GraphKey) -> bool:
         return True
 
-    def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
+    def make(self, key: GraphKey, step: Step, inputs: tuple, outputs: Any) -> Step:
         if name_of(key) in self.packages.names():
             with suppress(OSError, ValueError, LookupError, TypeError, RuntimeError):  # broken: made anew
-                loaded = self.packages.load(key, step)
+                loaded = self.packages.load(key, outputs)
                 if key in self.made or loaded.takes(tensors_of(inputs)):
                     return loaded
         if key not in self.begun:

@@ -57,8 +57,8 @@ class GraphPackages:
         except OSError:
             return frozenset()
 
-    def load(self, key: GraphKey, step: Step) -> LoadedStep:
-        """The graph of `key` in the place of `step`.
+    def load(self, key: GraphKey, outputs: Any) -> LoadedStep:
+        """The graph of `key`, which gives such outputs.
 
         Raises:
             OSError, ValueError, LookupError, TypeError, RuntimeError: it is not there, is broken, or others may have
@@ -72,7 +72,7 @@ class GraphPackages:
         looks = [
             Look(tuple(shape), stride and tuple(stride), DTYPES[dtype]) for shape, stride, dtype in told["signature"]
         ]
-        return LoadedStep(code, step, looks)
+        return LoadedStep(code, without_tensors(outputs), looks)
 
     def _load_whole(self, name: str, size: int) -> Code:
         package = _own(self.folder / Path(name).name)
@@ -175,13 +175,12 @@ class LoadedStep:
 
     Args:
         code: takes and gives lists of tensors.
-        step: what it was made of; serves the first call, too, by which the outputs' form is known.
+        form: of the step's outputs, without tensors.
         looks: of the tensors that the code was made for.
     """
 
-    def __init__(self, code: Code, step: Step, looks: list[Look]):
-        self._code, self._step, self._looks = code, step, looks
-        self._form: Any = None
+    def __init__(self, code: Code, form: Any, looks: list[Look]):
+        self._code, self._form, self._looks = code, form, looks
 
     def __call__(self, *inputs: Any) -> Any:
         """Raises `OtherInputsError` for inputs that the code was not made for."""
@@ -189,10 +188,7 @@ class LoadedStep:
         if not self.takes(tensors):
             raise OtherInputsError("the graph was made for inputs of other shapes, strides or precisions")
         with torch.no_grad():
-            outputs = self._code(tensors)
-            if self._form is None:
-                self._form = without_tensors(self._step(*inputs))
-        return with_tensors(self._form, iter(outputs))
+            return with_tensors(self._form, iter(self._code(tensors)))
 
     def takes(self, tensors: list[Tensor]) -> bool:
         """Whether the code was made for such tensors, as `tensors_of` gives them."""
