@@ -40,7 +40,7 @@ def leave_the_compiler_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "load_package", load_exported)
 
 
-def write_exported(_: CompilerProcesses, exported: Any, package: Path, settings: dict[str, Any]) -> Future[None]:
+def write_exported(_: CompilerProcesses, exported: Any, package: Path) -> Future[None]:
     name, module = uuid.uuid4().hex, exported.module(check_guards=False)
     _WRITTEN[name] = module, {name: weight.clone() for name, weight in module.state_dict().items()}
     package.write_text(name * 10)

@@ -144,8 +144,8 @@ def test_graphs_are_compiled_together(pair: Eagle31Drafter, monkeypatch: pytest.
         def result(self, timeout: float | None = None) -> None:
             pending.discard(self)
 
-    def compile_(self: CompilerProcesses, exported: Any, package: Path, settings: dict[str, Any]) -> Future[None]:
-        write_exported(self, exported, package, settings)
+    def compile_(self: CompilerProcesses, exported: Any, package: Path) -> Future[None]:
+        write_exported(self, exported, package)
         waiting.append(len(pending))
         made = Package()
         pending.add(made)

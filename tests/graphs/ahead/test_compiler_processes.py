@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from eagle31_hf.graphs.ahead.compiler_processes import CompileJob, CompilerError, CompilerProcesses
-from eagle31_hf.graphs.ahead.packages import SETTINGS
 
 
 class Doubling(nn.Module):
@@ -47,8 +46,8 @@ def test_what_fails_is_told_and_the_next_package_is_written(
     (tmp_path / "json.py").write_text("raise SystemExit('modules of a working folder are not imported')")
     with monkeypatch.context() as patch:
         hand_on_no_program(patch)
-        failing = processes.compile(exported(), tmp_path / "a.pt2", SETTINGS)
-    written = processes.compile(exported(), Path("b.pt2"), {**SETTINGS, "no.such.setting": 1})
+        failing = processes.compile(exported(), tmp_path / "a.pt2")
+    written = processes.compile(exported(), Path("b.pt2"))
     with pytest.raises(CompilerError, match=r"Error: |BadZipFile: "):
         failing.result()
     written.result()
@@ -59,7 +58,7 @@ def test_what_fails_is_told_and_the_next_package_is_written(
 
 def test_a_process_that_is_killed(processes: CompilerProcesses, tmp_path: Path) -> None:
     """By the system where memory runs out, say."""
-    written = processes.compile(exported(), tmp_path / "a.pt2", SETTINGS)
+    written = processes.compile(exported(), tmp_path / "a.pt2")
     while not processes._started:
         time.sleep(0.01)
     processes._started[0].kill()
@@ -82,7 +81,7 @@ def test_two_of_which_the_first_is_killed(tmp_path: Path, monkeypatch: pytest.Mo
 
     def told(processes: CompilerProcesses) -> list[bool]:
         """Whether each of two processes has answered."""
-        jobs = [processes.compile(exported(), tmp_path / f"{number}.pt2", SETTINGS) for number in range(2)]
+        jobs = [processes.compile(exported(), tmp_path / f"{number}.pt2") for number in range(2)]
         wait(jobs)
         return ["has ended" not in str(job.exception()) for job in jobs]
 
@@ -104,14 +103,14 @@ def test_each_process_has_files_of_its_own(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(subprocess, "Popen", start)
     with CompilerProcesses(2) as processes:
-        wait([processes.compile(exported(), tmp_path / name, SETTINGS) for name in ("a.pt2", "b.pt2")])
+        wait([processes.compile(exported(), tmp_path / name) for name in ("a.pt2", "b.pt2")])
         assert len({*folders}) == 2
         assert all(folder.startswith(processes._exported.name) for folder in folders)
 
 
 def test_closing_ends_what_has_begun_and_begins_nothing_more(tmp_path: Path) -> None:
     with CompilerProcesses(1) as processes:
-        begun = [processes.compile(exported(), tmp_path / f"{number}.pt2", SETTINGS) for number in range(3)]
+        begun = [processes.compile(exported(), tmp_path / f"{number}.pt2") for number in range(3)]
         while not processes._started:
             time.sleep(0.01)
     assert len(processes._started) == 1

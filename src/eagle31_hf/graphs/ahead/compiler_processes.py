@@ -1,7 +1,7 @@
 """Processes that compile packages beside this one, a core each: `python -m` this module.
 
 One reads a job a line, as JSON, and answers each with a line that says what went wrong, if anything did. It has
-settings of the compiler and threads of its own, and leaves its caller's interpreter alone.
+threads of its own, and leaves its caller's interpreter alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import torch
 
@@ -29,18 +29,11 @@ MOST_PROCESSES = 4
 
 
 class CompileJob(NamedTuple):
-    """What to compile.
-
-    Attributes:
-        exported: file of the exported program.
-        package: file to write.
-        settings: of inductor; those that this version does not know are left out.
-        threads: that the code is to run on, which it has built in.
-    """
+    """Files of the exported program and of the package to write; threads that the code is to run on, which it has built
+    in."""
 
     exported: str
     package: str
-    settings: dict[str, Any]
     threads: int
 
 
@@ -74,7 +67,7 @@ class CompilerProcesses:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cls(min(cores, MOST_PROCESSES))
 
-    def compile(self, exported: torch.export.ExportedProgram, package: Path, settings: dict[str, Any]) -> Future[None]:
+    def compile(self, exported: torch.export.ExportedProgram, package: Path) -> Future[None]:
         """Begin to write a package.
 
         Returns:
@@ -87,7 +80,7 @@ class CompilerProcesses:
         handed = Path(self._exported.name) / f"{self._count}.pt2"
         exported.example_inputs = None  # they may be as large as the weights, and say no more than their shapes
         torch.export.save(exported, handed)
-        job = CompileJob(str(handed), str(package.absolute()), settings, self.threads)
+        job = CompileJob(str(handed), str(package.absolute()), self.threads)
         return self._threads.submit(self._compile, job)
 
     def _compile(self, job: CompileJob) -> None:
@@ -174,7 +167,7 @@ def compile_package(job: CompileJob) -> None:
     exported = torch.export.load(job.exported)
     exported.example_inputs = _examples(exported), {}
     with torch.no_grad():
-        write_package(exported, Path(job.package), job.settings)
+        write_package(exported, Path(job.package))
 
 
 def _examples(exported: torch.export.ExportedProgram) -> tuple[torch.Tensor, ...]:

@@ -26,12 +26,6 @@ from .compiler_processes import CompilerProcesses
 from .pieces import Code, LayerCutter, PieceProgram, bound
 from .torch_internals import load_package
 
-SETTINGS = {
-    "aot_inductor.compile_wrapper_opt_level": "O1",  # it calls kernels, and takes a compiler longest
-    "size_asserts": False,  # packed tensors have no strides
-}
-"""Of inductor, for all packages."""
-
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
@@ -97,7 +91,7 @@ class GraphPackages:
         told = {"key": repr(key), "signature": looks, "calls": program.calls, "outputs": program.outputs}
         names = [f"{name_of(key)}.{number}.pt2" for number in range(len(program.pieces))]
         begun = {
-            name: processes.compile(_export_piece(piece), self._unfinished(name), SETTINGS)
+            name: processes.compile(_export_piece(piece), self._unfinished(name))
             for name, piece in zip(names, program.pieces, strict=True)
         }
 

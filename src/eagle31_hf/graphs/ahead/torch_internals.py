@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,12 @@ def load_package(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
     return lambda tensors: loaded.loader.boxed_run(tensors)
 
 
-def write_package(exported: torch.export.ExportedProgram, path: Path, settings: Mapping[str, Any]) -> None:
-    """Compile an exported program.
+def write_package(exported: torch.export.ExportedProgram, path: Path) -> None:
+    """Compile an exported program."""
+    from torch._inductor import aoti_compile_and_package
 
-    Args:
-        settings: of inductor; those that this version does not know are left out.
-    """
-    from torch._inductor import aoti_compile_and_package, config
-
-    known = {name: value for name, value in settings.items() if name in config.get_config_copy()}
-    aoti_compile_and_package(exported, package_path=str(path), inductor_configs=known)
+    settings = {"size_asserts": False}  # packed tensors have no strides
+    aoti_compile_and_package(exported, package_path=str(path), inductor_configs=settings)
 
 
 def lower_packed_linear(linear: Any) -> None:
