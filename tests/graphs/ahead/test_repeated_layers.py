@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.graphs.ahead.packed_weights import PackedWeights, pack_products
-from eagle31_hf.graphs.ahead.pieces import LayerCutter, PieceProgram
+from eagle31_hf.graphs.ahead.pieces import PieceProgram
 from helpers import CONFIGS, random_drafter, random_target
 
 
@@ -26,7 +26,7 @@ def pieces_of(module: nn.Module, inputs: tuple[Any, ...], layers: set[type]) -> 
     """What a step is cut into, each kind once."""
     exported = torch.export.export(module, inputs, strict=False)
     named = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    return PieceProgram.of(exported, LayerCutter(layers, PackedWeights(module.parameters())), named).pieces
+    return PieceProgram.of(exported, layers, PackedWeights(module.parameters()), named).pieces
 
 
 class Forward(nn.Module):

@@ -32,7 +32,6 @@ from ..verify import why_states_are_eager
 from .compiler_processes import CompilerProcesses
 from .packages import GraphPackages, name_of, tensors_of
 from .packed_weights import PackedWeights
-from .pieces import LayerCutter
 
 CACHE_VARIABLE = "EAGLE31_CACHE"
 FORMAT = 6
@@ -77,8 +76,8 @@ def packages_of(drafter: Assistant, graphs: Graphs) -> GraphPackages:
         _ = drafter.draft_ids  # a tensor that is made when it is first asked for: it counts whenever that was
     if graphs.packed is None:
         graphs.packed = PackedWeights(weights_of(binding.model, drafter))
-    cutter = LayerCutter({type(layer) for layer in binding.layers}, graphs.packed)
-    return GraphPackages(pair_folder(drafter, graphs.state), nn.ModuleList([binding.model, drafter]), cutter)
+    models, layers = nn.ModuleList([binding.model, drafter]), {type(layer) for layer in binding.layers}
+    return GraphPackages(pair_folder(drafter, graphs.state), models, layers, graphs.packed)
 
 
 def pair_folder(drafter: Assistant, state: ModelState) -> Path:

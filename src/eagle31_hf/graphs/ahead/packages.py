@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,8 @@ from torch import Tensor, fx, nn
 
 from ..steps import GraphKey, OtherInputsError, Step, buffers_of, over, tensors_in, with_tensors, without_tensors
 from .compiler_processes import CompilerProcesses
-from .pieces import Code, LayerCutter, PieceProgram, bound
+from .packed_weights import PackedWeights
+from .pieces import Code, PieceProgram, bound
 from .torch_internals import load_package
 
 # --- the folder -------------------------------------------------------------------------------------------------------
@@ -36,12 +37,14 @@ class GraphPackages:
     Args:
         folder: theirs alone.
         models: whose weights the steps read.
-        cutter: cuts steps into pieces that are lent the weights.
+        layers: classes of the modules that are compiled once however often they occur.
+        packed: weights as the steps read them.
     """
 
     folder: Path
     models: nn.ModuleList
-    cutter: LayerCutter
+    layers: Collection[type]
+    packed: PackedWeights
 
     def names(self) -> frozenset[str]:
         """Of the graphs that are whole."""
@@ -62,7 +65,7 @@ class GraphPackages:
         if not isinstance(told, dict) or told["key"] != repr(key):
             raise ValueError("it is another graph's")
         codes = [self._load_whole(name, size) for name, size in told["packages"]]
-        code = bound(codes, told["calls"], told["outputs"], tensors_by_name(self.models), self.cutter.weights)
+        code = bound(codes, told["calls"], told["outputs"], tensors_by_name(self.models), self.packed)
         looks = [
             Look(tuple(shape), stride and tuple(stride), DTYPES[dtype]) for shape, stride, dtype in told["signature"]
         ]
@@ -87,7 +90,7 @@ class GraphPackages:
         make_own_folder(self.folder)
         exported = _captured(FlatStep(step, inputs, self.models), tuple([each.clone() for each in tensors_of(inputs)]))
         looks = [(*look[:2], str(look.dtype)) for look in looks_of(inputs)]
-        program = PieceProgram.of(exported, self.cutter, tensors_by_name(self.models))
+        program = PieceProgram.of(exported, self.layers, self.packed, tensors_by_name(self.models))
         told = {"key": repr(key), "signature": looks, "calls": program.calls, "outputs": program.outputs}
         names = [f"{name_of(key)}.{number}.pt2" for number in range(len(program.pieces))]
         begun = {

@@ -99,19 +99,17 @@ def pack_products(graph: fx.Graph, inputs: Sequence[Any], weights: PackedWeights
     packed: dict[PackedInput, fx.Node] = {}
     for products in groups.values():
         states = _arguments(products[0])[0]
-        sizes = looks(states).shape
-        read = PackedInput(tuple(place[_arguments(node)[1]] for node in products), sizes[:-1].numel())
+        matrices = [_arguments(node)[1] for node in products]
+        read = PackedInput(tuple(place[matrix] for matrix in matrices), states.meta["val"].shape[:-1].numel())
         if read not in packed:
             with graph.inserting_after(placeholders[-1]):
                 packed[read] = graph.placeholder(f"packed_{len(packed)}")
+            shapes = [matrix.meta["val"].shape for matrix in matrices]
+            joined = sum(rows for rows, _ in shapes), shapes[0][1]
+            packed[read].meta["val"] = matrices[0].meta["val"].new_empty(joined)
             placeholders.append(packed[read])
         _replace(graph, products, packed[read])
     return list(packed)
-
-
-def looks(node: fx.Node) -> Any:
-    """A value without data that looks as `node`'s will; `None` if nobody has noted it."""
-    return node.meta.get("val")
 
 
 def _arguments(linear: fx.Node) -> tuple[Any, Any, Any]:
@@ -126,7 +124,7 @@ def _replace(graph: fx.Graph, products: list[fx.Node], packed: fx.Node) -> None:
         joined = graph.call_function(PACKED_LINEAR, (states, packed, bias))
         parts: list[fx.Node] = [joined]
         if len(products) > 1:
-            widths = [looks(node).shape[-1] for node in products]
+            widths = [node.meta["val"].shape[-1] for node in products]
             split = graph.call_function(torch.split, (joined, widths, -1))
             parts = [graph.call_function(operator.getitem, (split, index)) for index in range(len(widths))]
             split.meta = dict(first.meta)

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.passes.split_module import split_module
 
-from .packed_weights import PackedInput, PackedWeights, looks, pack_products
+from .packed_weights import PackedWeights, pack_products
 
 Code = Callable[[list[Tensor]], list[Tensor]]
 
@@ -44,21 +44,33 @@ class PieceProgram(NamedTuple):
 
     @classmethod
     def of(
-        cls, exported: torch.export.ExportedProgram, cutter: LayerCutter, named: Mapping[str, Tensor]
+        cls,
+        exported: torch.export.ExportedProgram,
+        layers: Collection[type],
+        weights: PackedWeights,
+        named: Mapping[str, Tensor],
     ) -> PieceProgram:
-        """Cut an exported step.
+        """Cut an exported step wherever a layer begins or ends.
 
         Args:
+            exported: changed in place.
+            layers: classes of modules to compile once however often they occur.
+            weights: to read packed.
             named: what will be lent, by name.
 
         Raises:
             ValueError: it reads something else than tensors, or large constants.
         """
+        module = exported.graph_module
         sources, given = _inputs(exported, {_place(tensor): name for name, tensor in named.items()})
-        graph, packed = cutter.cut(exported.graph_module, given)
+        packed = pack_products(module.graph, given, weights)
         sources += [["packed", [sources[place][1] for place in read.places], read.rows] for read in packed]
-        found = distinct(graph)
-        number = {name: index for index, (_, names) in enumerate(found) for name in names}
+        module.recompile()
+        _note_shapes(module)
+        _drop_idle_casts(module.graph)
+        segments = _segments(module.graph, layers)
+        graph = split_module(module, module, segments.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
+        pieces, number = _distinct(graph)
         known: dict[fx.Node, Source] = dict(zip(graph.graph.find_nodes(op="placeholder"), sources, strict=True))
         calls: list[tuple[int, list[Source]]] = []
         made_by: dict[fx.Node, int] = {}
@@ -72,7 +84,7 @@ class PieceProgram(NamedTuple):
                 known[node] = ["result", made_by[call], place]
             elif node.op == "output":
                 outputs = [known[read] for read in _nodes(node.args[0])]
-        return cls([piece for piece, _ in found], calls, outputs)
+        return cls(pieces, calls, outputs)
 
 
 def _inputs(exported: torch.export.ExportedProgram, names: Mapping[tuple, str]) -> tuple[list[Source], list[Any]]:
@@ -172,44 +184,10 @@ def bound(
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-class LayerCutter:
-    """Cuts graphs of steps into pieces.
-
-    Args:
-        layers: classes of modules to compile once however often they occur.
-        weights: to read packed.
-    """
-
-    def __init__(self, layers: Collection[type], weights: PackedWeights):
-        self.layers, self.weights = frozenset(layers), weights
-
-    def cut(self, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[PackedInput]]:
-        """Pieces of a graph, each a module, a new one wherever a layer begins or ends; and what they read packed, as
-        further inputs in this order.
-
-        Args:
-            module: exported; changed in place.
-            inputs: what it was captured with; those that are weights with their data.
-        """
-        packed = pack_products(module.graph, inputs, self.weights)
-        module.recompile()
-        _find_shapes(module, inputs, packed)
-        _drop_idle_casts(module.graph)
-        segments = _segments(module.graph, self.layers)
-        pieces = split_module(module, module, segments.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
-        return pieces, packed
-
-
-def _find_shapes(module: fx.GraphModule, inputs: Sequence[Any], packed: Sequence[PackedInput]) -> None:
-    """Write to each node's `meta["val"]` what it computes, without data."""
-    placeholders = module.graph.find_nodes(op="placeholder")
-    known = [given if looks(node) is None else looks(node) for node, given in zip(placeholders, inputs, strict=False)]
-    mode = next(value.fake_mode for value in known if hasattr(value, "fake_mode"))  # of a tensor without data
-    with mode:
-        for read in packed:
-            matrices = [known[place] for place in read.places]
-            known.append(matrices[0].new_empty((sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1])))
-    FakeTensorProp(module, mode).propagate_dont_convert_inputs(*known)
+def _note_shapes(module: fx.GraphModule) -> None:
+    """Write to each node's `meta["val"]` what it computes, without data; placeholders have it."""
+    given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    FakeTensorProp(module, given[0].fake_mode).propagate_dont_convert_inputs(*given)
 
 
 def _drop_idle_casts(graph: fx.Graph) -> None:
@@ -221,32 +199,28 @@ def _drop_idle_casts(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _segments(graph: fx.Graph, layers: frozenset[type]) -> dict[fx.Node, int]:
+def _segments(graph: fx.Graph, layers: Collection[type]) -> dict[fx.Node, int]:
     """Which piece each node belongs to: a new one wherever a layer begins or ends."""
-    kinds = layers | {f"{layer.__module__}.{layer.__qualname__}" for layer in layers}  # export has names of classes
+    kinds = {f"{layer.__module__}.{layer.__qualname__}" for layer in layers}
     segments: dict[fx.Node, int] = {}
     number, here = 0, None
     for node in graph.nodes:
         if node.op not in ("placeholder", "output", "get_attr"):
-            layer = _layer_of(node, kinds)
+            stack = node.meta.get("nn_module_stack") or {}
+            layer = next((call for call, (_, kind) in stack.items() if kind in kinds), None)
             number += layer != here
             segments[node], here = number, layer
     return segments
 
 
-def _layer_of(node: fx.Node, kinds: frozenset[type | str]) -> str | None:
-    """The call of a layer that `node` was captured in."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return next((call for call, (_, kind) in stack.items() if kind in kinds), None)
-
-
-def distinct(pieces: fx.GraphModule) -> list[tuple[fx.GraphModule, list[str]]]:
-    """One piece of each computation there is, and the names of all that compute the same."""
-    found: dict[Hashable, tuple[fx.GraphModule, list[str]]] = {}
+def _distinct(pieces: fx.GraphModule) -> tuple[list[fx.GraphModule], dict[str, int]]:
+    """One piece of each computation there is, and which of them each call is of."""
+    found: dict[Hashable, tuple[int, fx.GraphModule]] = {}
+    number: dict[str, int] = {}
     for name, piece in pieces.named_children():
         if isinstance(piece, fx.GraphModule):
-            found.setdefault(_computation(piece.graph), (piece, []))[1].append(name)
-    return list(found.values())
+            number[name], _ = found.setdefault(_computation(piece.graph), (len(found), piece))
+    return [piece for _, piece in found.values()], number
 
 
 def _computation(graph: fx.Graph) -> Hashable:
@@ -255,16 +229,11 @@ def _computation(graph: fx.Graph) -> Hashable:
     nodes: list[Hashable] = []
     for node in graph.nodes:
         if node.op == "placeholder":
-            nodes.append(_look(node.meta["val"]))
+            look = node.meta["val"]
+            nodes.append((tuple(look.shape), look.stride(), look.dtype))
         elif node.op in ("get_attr", "call_module"):
             return graph  # what hides behind a name of its own may be anything
         else:
             told = fx.map_arg((node.args, node.kwargs), lambda read: f"node {places[read]}")
             nodes.append((node.op, node.target, repr(told)))
     return tuple(nodes)
-
-
-def _look(value: Any) -> Hashable:
-    if not isinstance(value, Tensor):
-        return type(value), repr(value)
-    return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
