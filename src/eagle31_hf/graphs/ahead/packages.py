@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -66,9 +66,7 @@ class GraphPackages:
             raise ValueError("it is another graph's")
         codes = [self._load_whole(name, size) for name, size in told["packages"]]
         code = bound(codes, told["calls"], told["outputs"], tensors_by_name(self.models), self.packed)
-        looks = [
-            Look(tuple(shape), stride and tuple(stride), DTYPES[dtype]) for shape, stride, dtype in told["signature"]
-        ]
+        looks = [(tuple(shape), stride and tuple(stride), DTYPES[dtype]) for shape, stride, dtype in told["signature"]]
         return LoadedStep(code, without_tensors(outputs), looks)
 
     def _load_whole(self, name: str, size: int) -> Code:
@@ -89,7 +87,7 @@ class GraphPackages:
         """
         make_own_folder(self.folder)
         exported = _captured(FlatStep(step, inputs, self.models), tuple([each.clone() for each in tensors_of(inputs)]))
-        looks = [(*look[:2], str(look.dtype)) for look in looks_of(inputs)]
+        looks = [(shape, stride, str(dtype)) for shape, stride, dtype in looks_of(inputs)]
         program = PieceProgram.of(exported, self.layers, self.packed, tensors_by_name(self.models))
         told = {"key": repr(key), "signature": looks, "calls": program.calls, "outputs": program.outputs}
         names = [f"{name_of(key)}.{number}.pt2" for number in range(len(program.pieces))]
@@ -121,6 +119,9 @@ class GraphPackages:
 
 # --- a step as code, and code as a step -------------------------------------------------------------------------------
 
+Look = tuple[tuple[int, ...], tuple[int, ...] | None, torch.dtype]
+"""What code asks of a tensor that it reads: shape, strides (`None`: a dense one's), precision."""
+
 
 def tensors_of(inputs: tuple) -> list[Tensor]:
     """What code takes of a step's inputs: tensors as dense ones, then its cache's buffers as they lie."""
@@ -128,23 +129,11 @@ def tensors_of(inputs: tuple) -> list[Tensor]:
     return [*(tensor.contiguous() for tensor in tensors_in(others)), *buffers_of(cache)]
 
 
-class Look(NamedTuple):
-    """What code asks of a tensor that it reads; `stride` `None`: a dense one's."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...] | None
-    dtype: torch.dtype
-
-    def fits(self, tensor: Tensor) -> bool:
-        shape, stride, dtype = self
-        return tensor.shape == shape and (stride is None or tensor.stride() == stride) and tensor.dtype is dtype
-
-
 def looks_of(inputs: tuple) -> list[Look]:
     """Of `tensors_of`."""
     *others, cache = inputs
-    dense = [Look(tuple(tensor.shape), None, tensor.dtype) for tensor in tensors_in(others)]
-    return dense + [Look(tuple(each.shape), each.stride(), each.dtype) for each in buffers_of(cache)]
+    dense: list[Look] = [(tensor.shape, None, tensor.dtype) for tensor in tensors_in(others)]
+    return dense + [(each.shape, each.stride(), each.dtype) for each in buffers_of(cache)]
 
 
 class FlatStep(nn.Module):
@@ -189,7 +178,10 @@ class LoadedStep:
 
     def takes(self, tensors: list[Tensor]) -> bool:
         """Whether the code was made for such tensors, as `tensors_of` gives them."""
-        return len(tensors) == len(self._looks) and all(map(Look.fits, self._looks, tensors))
+        return len(tensors) == len(self._looks) and all(
+            tensor.shape == shape and stride in (None, tensor.stride()) and tensor.dtype is dtype
+            for tensor, (shape, stride, dtype) in zip(tensors, self._looks, strict=True)
+        )
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
