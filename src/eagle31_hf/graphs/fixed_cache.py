@@ -316,9 +316,12 @@ class GraphInputs:
         return rows <= MOST_POOLED_ROWS if self._is_pool else rows == self._first_rows
 
     def make_room(self, block_end: int) -> bool:
-        """Whether the placed block, padded to `block_end`, fits; if so, the buffers have a bucket's length."""
+        """Whether the placed block, padded to `block_end`, fits; if so, the buffers have a bucket's length.
+
+        Not where nothing of some row was read yet: graphs take for granted that buffers are there and states have begun.
+        """
         slots = max(self.cache.lengths) + block_end
-        if block_end > self.cache.block or slots > self.cache.capacity:
+        if block_end > self.cache.block or slots > self.cache.capacity or not min(self.cache.lengths):
             return False
         self.num_slots = self.cache.room_for_graphs(min(slot_bucket(slots), self.cache.capacity))
         return True

@@ -9,7 +9,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ..cache.kept_buffers import KeptBuffers
 from ..drafter.assistant import Assistant
 from ..errors import named_line
 from .seen import ModelState, SeenWeights, weights_of
-from .steps import GraphKey, GraphMaker, OtherInputsError, RecordingFailedError, Step
+from .steps import GraphKey, GraphMaker, OtherInputsError, RecordingFailedError, Step, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +137,7 @@ class Graphs:
         eager: Callable[[], Any],
         *,
         pays: bool,
-        compared: Callable[[Any], Sequence[Tensor]] = itemgetter(slice(1)),
+        compared: Callable[[Any], Sequence[Tensor]] = lambda outputs: [*tensors_in(outputs[:1])],
     ) -> Any:
         """What the graph of `key` makes of its inputs, or what eager code does where there is no such graph.
 

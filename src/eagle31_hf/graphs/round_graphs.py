@@ -33,30 +33,11 @@ from .fixed_cache import FixedShapeCache
 from .steps import GraphKey
 
 
-class RoundInputs(NamedTuple):
-    """What a round's end starts from.
-
-    Attributes:
-        logits, aux: the target's `(B, N, V)` and `(B, N, A*Ht)` of all nodes.
-        drafts: to be accepted.
-        slots: `(B, W + draft_slots)`, from the first node over all that may be accepted to the end of the draft behind.
-        rotary: tables `(B, W + levels, d)` of as many positions as are deep; `None`: made from the slots.
-        by: what tokens are chosen by.
-    """
-
-    logits: Tensor
-    aux: Tensor
-    drafts: DraftNodes
-    slots: Tensor
-    rotary: Rotary | None
-    by: ChosenBy
-
-
 class AcceptedAhead(NamedTuple):
     """A round's end, and the next draft made ahead: nothing of it is committed, and none of it has to be used.
 
     Attributes:
-        logits, feedback: the drafter's after each row's bonus, as of `DraftState`.
+        state: the drafter's after each row's bonus.
         acceptance: of the drafts.
         for_host: what the host reads of that (`acceptance.for_host`).
         draft: behind the bonus.
@@ -64,22 +45,12 @@ class AcceptedAhead(NamedTuple):
         width: positions that the drafter has read.
     """
 
-    logits: Tensor
-    feedback: Tensor
+    state: DraftState
     acceptance: Acceptance
     for_host: Tensor
     draft: DraftNodes
     shape: DraftShape
     width: int
-
-    @property
-    def state(self) -> DraftState:
-        """Of the drafter after each row's bonus."""
-        return DraftState(self.logits, self.feedback)
-
-    def to_tree(self, depth: int) -> DraftTree:
-        """The draft, of no more than `depth` levels."""
-        return self.draft.to_tree(self.shape, depth)
 
 
 class RoundStep:
@@ -97,8 +68,26 @@ class RoundStep:
         self.width, self.levels = min(shape.depth, shape.nodes - 1) + 1, shape.stepped_levels
         self.draft_slots, self.looks_ahead = shape.top_k * self.levels, self.width + shape.depth
 
-    def __call__(self, verified: RoundInputs, cache: FixedShapeCache) -> AcceptedAhead:
-        logits, aux, drafts, slots, rotary, by = verified
+    def __call__(
+        self,
+        logits: Tensor,
+        aux: Tensor,
+        drafts: DraftNodes,
+        slots: Tensor,
+        rotary: Rotary | None,
+        by: ChosenBy,
+        cache: FixedShapeCache,
+    ) -> AcceptedAhead:
+        """The step.
+
+        Args:
+            logits, aux: the target's `(B, N, V)` and `(B, N, A*Ht)` of all nodes.
+            drafts: to be accepted.
+            slots: `(B, W + draft_slots)`, from the first node over all that may be accepted to the end of the draft
+                behind.
+            rotary: tables `(B, W + levels, d)` of as many positions as are deep; `None`: made from the slots.
+            by: what tokens are chosen by.
+        """
         width, turned = self.width, rotary_of(self.drafter, slots, self.width + self.levels, rotary)
         acceptance, path = self.accept(logits, drafts, by)
         last, readable = acceptance.length - 1, self.readable(acceptance, logits.shape[-1])
@@ -119,7 +108,7 @@ class RoundStep:
         told = DraftInputs(read.logits, read.feedback, slots[rows, behind], readable.bonus, (cos, sin), chosen_by)
         nodes = whole_step(self.drafter, self.shape, self.choosing, told, cache).nodes
         host = for_host(acceptance, drafts.tokens, read.logits[:, 0, :1].isnan().any())
-        return AcceptedAhead(read.logits, read.feedback, acceptance, host, nodes, self.shape, width)
+        return AcceptedAhead(read, acceptance, host, nodes, self.shape, width)
 
     def accept(self, logits: Tensor, drafts: DraftNodes, by: ChosenBy) -> tuple[Acceptance, Tensor]:
         """By the target's logits `(B, N, V)`; also tokens `(B, W)` of the accepted path, root first."""
@@ -205,9 +194,9 @@ class RoundGraph:
         aux = aux.to(device=session.device, dtype=session.dtype)
         by, nodes = by.to(session.device), DraftNodes.of(tree, shape)
 
-        def filled() -> tuple[RoundInputs, FixedShapeCache]:
+        def filled() -> tuple:
             slots, rotary = inputs.slots(step.width + step.draft_slots), drafting.rotary(step.width + step.levels)
-            return RoundInputs(logits, aux, nodes, slots, rotary, by), inputs.fixed
+            return logits, aux, nodes, slots, rotary, by, inputs.fixed
 
         key_shape = (shape.depth, shape.top_k) if shape.is_tree else ()
         made: AcceptedAhead | None = drafting.graphs.run_or_eager(

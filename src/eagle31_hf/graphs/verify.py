@@ -74,9 +74,7 @@ class CompiledVerification:
         masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
         self.cache.place(size, is_draft=True)
         unmasked = size == 1 and self.cache.has_windows  # padding would want a mask of each kind of layer
-        # Masks that some layers with states do not take.
-        is_eager = self.cache.has_states and self.cache.has_windows
-        if unmasked or is_eager or not self.inputs.make_room(self._width(size)):
+        if unmasked or not self.inputs.make_room(self._width(size)):
             return self.eager(tree)
         key = self._key_of(rows, size, masks_trees=masks_trees, rests=rests)  # rows may have become longer
         nodes = key.size

@@ -7,8 +7,8 @@ before the host has seen where the text ends.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,9 +32,6 @@ from ..targets.binding import TargetOutput, Verification
 from .accept import Accepted, Acceptor
 from .choosing import ChoiceRule, Choosing, RoundBatch, warp_drafts
 from .pair_caches import PairCaches
-
-MOST_ROUND_GRAPHS = 64
-"""Shapes and ways to choose that are remembered; what is recorded for them is `Graphs`' business."""
 
 LIVE_SHARE = 0.25
 """Share of a batch by graphs that must need tokens for the others to stay in it; measured on a small pair only."""
@@ -80,15 +77,12 @@ class Round:
         graphs: Graphs | None = None,
     ):
         self.caches, self.choosing, self.clock, self.binding = caches, choosing, clock, drafter.binding
-        self._verify = Verification(self.binding, caches.target)
         self.graphs = graphs if graphs is not None and self._serve_graphs() else None
         self.drafting: CompiledDrafting | None = None
         self.verification: CompiledVerification | None = None
-        self._round_graphs: dict[Hashable, RoundGraph] = {}
         self._ahead: AcceptedAhead | None = None  # the next draft, if a graph has made it
         self._made_for = 0  # `Placement.row_changes` then: those that join later know nothing of it
         self._by_graphs: CompiledDrafting | None = None  # what this round's drafts are made with, if not by eager code
-        self._begins = False  # whether nothing of some row is in the caches yet, which graphs take for granted
         self._rests = False  # whether nothing is drafted because it would be in vain
         if self.graphs is not None:
             most = choosing.shape.nodes
@@ -112,7 +106,6 @@ class Round:
         """This round's drafts as planned, or fewer where there is no room for as many."""
         ahead, self._ahead, self._by_graphs = self._ahead, None, None
         session, plan, depth = self.caches.drafter, batch.plan, batch.draft_depth
-        self._begins = self.graphs is not None and not min(self.caches.target.lengths)
         self._rests = session is None or (plan is not None and plan.skips)
         with self.clock.phase("draft"):
             if plan is None or depth < 1:
@@ -121,7 +114,7 @@ class Round:
                 return given_chain(batch, plan.tokens, depth)
             if session is None:
                 return DraftTree.chain(batch.roots[:, None])
-            if self.drafting is None or self._begins:
+            if self.drafting is None:
                 session.catch_up()
                 return propose(session, batch, session.drafter)
             self._by_graphs = self.drafting
@@ -135,7 +128,7 @@ class Round:
         """What the last round's end has drafted ahead, or a draft by one graph; `None` where there is neither."""
         same_rows = self._made_for == self.caches.target.placement.row_changes
         if ahead is not None and same_rows and _serves(ahead.shape, shape):
-            return ahead.to_tree(batch.draft_depth)
+            return ahead.draft.to_tree(ahead.shape, batch.draft_depth)
         rule = batch.only_rule
         if rule is None:
             return None
@@ -150,19 +143,13 @@ class Round:
 
     def verify(self, tree: DraftTree) -> TargetOutput:
         """Logits `(B, N, V)` and, for a drafter, hidden states `(B, N, A*Ht)` of every node, in one target forward."""
-        stats = self.choosing.stats
-        if self.graphs is None or self.verification is None or self._begins:
-            with self.clock.phase("verify"), self._capturing():
-                return self._verify(tree)
-        stats.fall_back(self.graphs.disabled_reason)  # a draft step may have failed
-        with self.clock.phase("verify"), self._capturing():
+        capturing = nullcontext() if self.caches.drafter is None else self.binding.capturing()
+        with self.clock.phase("verify"), capturing:
+            if self.graphs is None or self.verification is None:
+                return Verification(self.binding, self.caches.target)(tree)
             output = self.verification(tree, rests=self._rests)
-        stats.fall_back(self.graphs.disabled_reason)
+        self.choosing.stats.fall_back(self.graphs.disabled_reason)
         return output
-
-    def _capturing(self) -> AbstractContextManager[None]:
-        """Around a forward of the target: hidden states are kept where there is a drafter to read them."""
-        return nullcontext() if self.caches.drafter is None else self.binding.capturing()
 
     # --- accept --------------------------------------------------------------------------------------------------
 
@@ -180,20 +167,14 @@ class Round:
 
     def _round_graph(self, batch: RoundBatch) -> RoundGraph | None:
         """What accepts drafts of the planned shape and makes the next ones, where scores are of no other use."""
-        if self.drafting is None or self._begins:
+        if self.drafting is None:
             return None
         plan, rule = batch.plan, batch.only_rule
         if plan is None or plan.tokens is not None or not RoundGraph.serves(plan.shape):
             return None
         if rule is None or self.choosing.wants_scores or not rule.processing.warps_drafts:
             return None
-        choosing = _in_graphs(rule)
-        key = plan.shape, choosing.key
-        if key not in self._round_graphs:
-            if len(self._round_graphs) == MOST_ROUND_GRAPHS:  # each of a server's clients may ask for something else
-                self._round_graphs.clear()
-            self._round_graphs[key] = RoundGraph(self.drafting, plan.shape, choosing)
-        return self._round_graphs[key]
+        return RoundGraph(self.drafting, plan.shape, _in_graphs(rule))
 
     # --- commit --------------------------------------------------------------------------------------------------
 
