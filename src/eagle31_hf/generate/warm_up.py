@@ -174,12 +174,12 @@ def warm_up_for(call: Call) -> str:
                 f"steps are not compiled: texts have waited for graphs of {len(settings)} ways to choose tokens, and "
                 "this one's is another; `eagle31 warmup` makes graphs for it"
             )
-        if why := refusal(pair):
+        if why := refusal(drafter, graphs):
             return f"steps are not compiled: {why}"
         logger.warning("eagle31: what graphs this text lacks are compiled first, which takes minutes; they are kept")
         try:
             compile_graphs(drafter, shape, processing, sampled=sampled, tokens=call.longest_text)
         except ConfigurationError as refused:
             return f"steps are not compiled: {refused}"
-        pair.last_graphs().warmed.add(wanted)
+        pair.current_graphs().warmed.add(wanted)
     return ""

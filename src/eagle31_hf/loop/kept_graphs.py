@@ -16,7 +16,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
 from ..graphs.ahead import kept
-from ..graphs.ahead.kept import CompilesAhead, LoadsKept
+from ..graphs.ahead.kept import CompilesAhead, LoadsKept, refusal
 from ..graphs.ahead.packages import GraphPackages, make_own_folder, prefix_of, why_not_ours
 from ..graphs.captured import CAPTURES, CapturesSteps
 from ..graphs.graphs import Graphs
@@ -27,8 +27,7 @@ from ..graphs.verify import why_states_are_eager
 from ..sampling.logits_processing import ScoreProcessing
 
 __all__ = [
-    "CompilesAhead", "captured_graphs", "compiling_ahead", "graphs_for", "kept_packages", "refusal", "why_given_up",
-    "why_unsuited",
+    "CompilesAhead", "captured_graphs", "compiling_ahead", "graphs_for", "kept_packages", "refusal", "why_unsuited",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -67,15 +66,11 @@ class PairGraphs:
         self.graphs = Graphs.current(self.drafter, self.graphs, state)
         return self.graphs
 
-    def last_graphs(self) -> Graphs:
-        """The graphs that were last asked for, without another look at the weights."""
-        return self.graphs or self.current_graphs()
-
 
 def graphs_for(
     pair: PairGraphs, shape: DraftShape, processing: ScoreProcessing, *, rows: int, sampled: bool, new_tokens: int
-) -> Graphs | None:
-    """A generation's graphs, by the drafter's `acceleration`; `None` if it is to be eager.
+) -> tuple[Graphs | None, str]:
+    """A generation's graphs, by the drafter's `acceleration`, or why it is eager though there could be some.
 
     Args:
         shape: the largest draft where rounds are computed by graphs.
@@ -84,51 +79,36 @@ def graphs_for(
         sampled: whether tokens are drawn.
         new_tokens: that a row may get.
     """
-    drafter, asked = pair.drafter, pair.drafter.generation_config.acceleration
-    if asked == "eager":
-        return None
+    drafter, acceleration = pair.drafter, pair.drafter.generation_config.acceleration
+    if acceleration == "eager":
+        return None, ""
     if pair.ahead:
-        return pair.current_graphs().made_by(pair.ahead)
-    captures = drafter.binding.head_device.type in CAPTURES
-    if why_unsuited(pair, shape, processing) and not (captures and asked == "compile"):
-        return None
-    if captures:
-        graphs = captured_graphs(pair)
-        pays = graphs is not None and (asked == "compile" or new_tokens >= FEWEST_CAPTURED_TOKENS or graphs.keys)
-        return graphs if pays else None
-    packages = kept_packages(pair)
-    names = frozenset() if packages is None else packages.names()
-    first = GraphKey("verify", rows, 1)  # what rounds by graphs cannot do without
-    if isinstance(drafter, Eagle31Drafter):
-        first = GraphKey("advance", rows, shape.nodes, sampling=(sampled, processing.draft_warping.key))
-    wanted = prefix_of(first)
-    if packages is None or not any(name.startswith(wanted) for name in names):
-        return None
-    return pair.last_graphs().made_by(LoadsKept(packages, names))
+        return pair.current_graphs().made_by(pair.ahead), ""
+    unsuited = why_unsuited(pair, shape, processing)
+    if drafter.binding.head_device.type not in CAPTURES:
+        graphs = None if unsuited else _kept_graphs(pair, shape, processing, rows=rows, sampled=sampled)
+        return graphs, "" if graphs or not pair.graphs else pair.graphs.disabled_reason
+    if unsuited and acceleration != "compile":
+        return None, f"steps are not captured: {unsuited}"
+    graphs, why = captured_graphs(pair)
+    pays = acceleration == "compile" or new_tokens >= FEWEST_CAPTURED_TOKENS or (graphs and graphs.keys)
+    return graphs if pays else None, why
 
 
-def captured_graphs(pair: PairGraphs) -> Graphs | None:
-    """Those of a pair whose steps are captured as they are met; `None` where they are not."""
+def captured_graphs(pair: PairGraphs) -> tuple[Graphs | None, str]:
+    """Those of a pair whose steps are captured as they are met; or why they are not, though they could be."""
     binding, config = pair.drafter.binding, pair.drafter.generation_config
     capture = CAPTURES.get(binding.head_device.type)
-    if capture is None or config.acceleration == "eager" or config.stored_cache_type != "full":
-        return None
+    if capture is None or config.acceleration == "eager":
+        return None, ""
+    if config.stored_cache_type != "full":
+        return None, "steps are not captured over a cache in 8 bits"
     graphs = pair.current_graphs()
-    if graphs.disabled_reason or graphs.state.why_no_graph(recorded=True):
-        return None
-    return graphs.made_by(CapturesSteps(capture))
-
-
-def why_given_up(pair: PairGraphs) -> str:
-    """What keeps the graphs of this pair from being made or used, though they could be had; empty if nothing does."""
-    graphs, config = pair.graphs, pair.drafter.generation_config
-    captures = pair.drafter.binding.head_device.type in CAPTURES
-    if captures and config.acceleration != "eager" and config.stored_cache_type != "full":
-        return "steps are not captured over a cache in 8 bits"
-    if graphs is None or config.acceleration == "eager":
-        return ""
-    why = graphs.state.why_no_graph(recorded=True) if captures else ""
-    return graphs.disabled_reason or (why and f"steps are not captured: {why}")
+    if graphs.disabled_reason:
+        return None, graphs.disabled_reason
+    if why := graphs.state.why_no_graph(recorded=True):
+        return None, f"steps are not captured: {why}"
+    return graphs.made_by(CapturesSteps(capture)), ""
 
 
 def why_unsuited(pair: PairGraphs, shape: DraftShape, processing: ScoreProcessing) -> str:
@@ -156,6 +136,22 @@ def why_unsuited(pair: PairGraphs, shape: DraftShape, processing: ScoreProcessin
 # --- on a CPU ---------------------------------------------------------------------------------------------------------
 
 
+def _kept_graphs(
+    pair: PairGraphs, shape: DraftShape, processing: ScoreProcessing, *, rows: int, sampled: bool
+) -> Graphs | None:
+    """Those of a generation that lie in the folder now, if what its rounds cannot do without is among them."""
+    packages = kept_packages(pair)
+    if packages is None or pair.graphs is None:
+        return None
+    first = GraphKey("verify", rows, 1)
+    if isinstance(pair.drafter, Eagle31Drafter):
+        first = GraphKey("advance", rows, shape.nodes, sampling=(sampled, processing.draft_warping.key))
+    names = packages.names()
+    if not any(name.startswith(prefix_of(first)) for name in names):
+        return None
+    return pair.graphs.made_by(LoadsKept(packages, names))
+
+
 def kept_packages(pair: PairGraphs) -> GraphPackages | None:
     """Those of this pair on this machine, if there are any."""
     if not kept.graphs_folder().is_dir():  # a look at the models takes longer
@@ -163,25 +159,21 @@ def kept_packages(pair: PairGraphs) -> GraphPackages | None:
     drafter = pair.drafter
     state = ModelState(drafter.binding.model)
     folder = kept.pair_folder(drafter, state)
-    graphs = pair.current_graphs(state) if folder.is_dir() else None
-    if graphs is None or refusal(pair):
+    if not folder.is_dir():
         return None
-    packages = kept.packages_of(drafter, graphs)
-    if packages.folder.is_dir() and (why := why_not_ours(packages.folder)):
+    graphs = pair.current_graphs(state)
+    if refusal(drafter, graphs):
+        return None
+    if why := why_not_ours(folder):
         _say(f"kept graphs are machine code, and those in {folder} are not loaded: {why}")
         return None
-    return packages
+    return kept.packages_of(drafter, graphs)
 
 
 def _say(what: str) -> None:
     if what not in _said:
         _said.add(what)
         logger.warning("eagle31: %s; steps stay eager", what)
-
-
-def refusal(pair: PairGraphs) -> str:
-    """Why no graphs are kept for this pair, as it was last looked at; empty if they can be."""
-    return kept.refusal(pair.drafter, pair.last_graphs())
 
 
 @contextmanager
@@ -199,7 +191,7 @@ def compiling_ahead(
         ConfigurationError: graphs of this pair cannot be kept, or the folder takes nothing.
     """
     graphs = pair.current_graphs()
-    if reason := refusal(pair):
+    if reason := refusal(pair.drafter, graphs):
         raise ConfigurationError(f"no graphs can be kept for this pair: {reason}")
     packages = kept.packages_of(pair.drafter, graphs)
     try:

@@ -19,7 +19,7 @@ from ..drafting.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, LONGEST_STEERED, 
 from ..graphs.captured import CAPTURES
 from ..graphs.graphs import Graphs
 from ..sampling.logits_processing import ScoreProcessing
-from .kept_graphs import PairGraphs, captured_graphs, graphs_for, why_given_up
+from .kept_graphs import PairGraphs, captured_graphs, graphs_for
 
 FEWEST_LEVELS = 3
 """Of a tree of eight nodes that is worth more than a chain of as many steps."""
@@ -91,15 +91,14 @@ class Pair(PairGraphs):
             depth: draft tokens that the call itself asks for; default: by the drafter's settings.
             on_event: as `Planner` takes it.
         """
-        drafter, why = self.drafter, ""
+        drafter = self.drafter
         if processing is None:
-            graphs = captured_graphs(self)
+            graphs, why = captured_graphs(self)
             shape = largest_shape(drafter, rows=rows, by_graphs=graphs is not None)
         else:
             shape = draft_shape(drafter, rows=rows, sampled=sampled, depth=depth, by_graphs=True)
-            graphs = graphs_for(self, shape, processing, rows=rows, sampled=sampled, new_tokens=new_tokens)
+            graphs, why = graphs_for(self, shape, processing, rows=rows, sampled=sampled, new_tokens=new_tokens)
             if graphs is None:
-                why = why_given_up(self)
                 shape = draft_shape(drafter, rows=rows, sampled=sampled, depth=depth, by_graphs=False)
                 if drafter.generation_config.num_assistant_tokens_schedule == "pid" and not shape.is_tree:
                     shape = replace(shape, depth=max(shape.depth, LONGEST_STEERED))
