@@ -356,7 +356,7 @@ def test_memory_that_runs_out_takes_the_graphs_of_all_states(pair: Eagle31Drafte
     assert Pair.of(pair).graphs is made
     assert len(made._of_states) == 2
     made.drop("memory is wanted elsewhere")
-    assert not any(each.steps for each in made._of_states)
+    assert not any(steps for _, steps, _ in made._of_states)
 
 
 @contextmanager

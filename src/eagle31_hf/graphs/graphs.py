@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,15 +31,6 @@ PACKED_BYTES = 2**30
 """Weights of target and drafter up to which graphs for a CPU read packed ones: a copy that all graphs share."""
 
 
-@dataclass
-class _OfState:
-    """The graphs of one state of the target, and what texts had compiled ahead in it."""
-
-    state: ModelState
-    steps: dict[GraphKey, Step] = field(default_factory=dict)
-    warmed: set[tuple] = field(default_factory=set)
-
-
 class Graphs:
     """The graphs of a target and its drafter; they outlive the generation that asked for them.
 
@@ -54,6 +44,7 @@ class Graphs:
         packed: copies of the weights that kept graphs share (`ahead.packed_weights`).
         maker: makes those that are not there yet; see `made_by`.
         kept: keys and values over which steps were captured, for the next text.
+        warmed: what texts had compiled ahead for them, in this state of the target.
     """
 
     def __init__(self, drafter: Assistant, weights: list[Tensor], state: ModelState):
@@ -61,11 +52,11 @@ class Graphs:
         are_plain = all(tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) for tensor in weights)
         self.copied_bytes = num_bytes if are_plain and num_bytes <= PACKED_BYTES else 0
         self.weights = SeenWeights(weights, by_content=self.copied_bytes > 0)
-        self._of_states = [_OfState(state)]  # the last one used comes last
+        self.state, self._steps, self.warmed = _of_state(state)
+        self._of_states = [(self.state, self._steps, self.warmed)]  # the last one used comes last
         self.maker, self.kept = GraphMaker(), KeptBuffers()
         self.packed: Any = None
         self._reasons: list[str] = []
-        self._at_work = self._of_states[0]
         devices = set(getattr(drafter.binding.model, "hf_device_map", {}).values())
         if len(devices) > 1:
             self.disabled_reason = f"the target is spread over {len(devices)} devices, steps stay eager"
@@ -78,20 +69,6 @@ class Graphs:
     @disabled_reason.setter
     def disabled_reason(self, reason: str) -> None:
         self._reasons[:] = [reason]
-
-    @property
-    def state(self) -> ModelState:
-        """Of the target that graphs are for."""
-        return self._at_work.state
-
-    @property
-    def warmed(self) -> set[tuple]:
-        """What texts had compiled ahead for them, in this state of the target."""
-        return self._at_work.warmed
-
-    @property
-    def _steps(self) -> dict[GraphKey, Step]:
-        return self._at_work.steps
 
     def made_by(self, maker: GraphMaker) -> Graphs:
         """These graphs, of which those that are missing are made by `maker`: what one generation uses."""
@@ -119,10 +96,10 @@ class Graphs:
         """Go on with the graphs of this state; texts that are being written keep those they began with."""
         if self.state == state:
             return
-        known = next((each for each in self._of_states if each.state == state), None) or _OfState(state)
+        known = next((each for each in self._of_states if each[0] == state), None) or _of_state(state)
         others = [each for each in self._of_states if each is not known]
         self._of_states[:] = [*others, known][-MOST_STATES:]
-        self._at_work = known
+        self.state, self._steps, self.warmed = known
 
     @property
     def keys(self) -> list[GraphKey]:
@@ -192,8 +169,8 @@ class Graphs:
         """Let all graphs go, the memory they write in and their copies of weights; texts that hold these graphs are
         written by eager code from now on."""
         self.disabled_reason = reason
-        for each in self._of_states:
-            each.steps.clear()
+        for _, steps, _ in self._of_states:
+            steps.clear()
         self.kept.clear()
         if self.packed is not None:
             self.packed.clear()
@@ -208,6 +185,11 @@ class Graphs:
         told = [failure] if failure.__cause__ is None else [failure, failure.__cause__]  # what it met says more
         self.disabled_reason = f"{what}, steps stay eager: {', '.join(map(named_line, told))}"
         logger.warning("eagle31: %s", self.disabled_reason)
+
+
+def _of_state(state: ModelState) -> tuple[ModelState, dict[GraphKey, Step], set[tuple]]:
+    """Of a state of the target: its graphs, and what texts had compiled ahead."""
+    return state, {}, set()
 
 
 def _require_agreement(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
