@@ -235,6 +235,19 @@ def test_short_texts_are_not_worth_recording(pair: Eagle31Drafter, recorder: Rec
     assert not recorder.recorded
 
 
+def test_a_device_that_cannot_record(
+    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure = RuntimeError("operation not permitted when capturing\nat line 7")
+    monkeypatch.setitem(captured.CAPTURES, "cpu", failing(failure))
+    assert_plain(pair)
+    (reason,) = pair.stats.fallbacks
+    assert "operation not permitted" in reason
+    assert "\n" not in reason
+    assert_plain(pair, 1)
+    assert caplog.text.count("capturing failed") == 1, "said once"
+
+
 def test_a_text_goes_on_where_recording_anew_fails(
     pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,11 +271,21 @@ def test_a_recording_that_is_wrong_is_given_up(
     assert "is off by" in Pair.of(pair).graphs.disabled_reason
 
 
-def test_caches_in_8_bits_are_eager_and_say_so(pair: Eagle31Drafter, recorder: Recorder) -> None:
-    with configured(pair, cache_type="int8"):
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"cache_type": "int8"}, "8 bits"),
+        ({"num_assistant_tokens_schedule": "pid"}, "steers it"),
+        ({"draft_min_confidence": 0.3}, "doubt"),
+    ],
+)
+def test_what_is_not_captured_is_eager_and_says_so(
+    fields: dict[str, Any], reason: str, pair: Eagle31Drafter, recorder: Recorder
+) -> None:
+    with configured(pair, **fields):
         write(pair, **GREEDY)
     assert not recorder.recorded
-    assert "8 bits" in str(pair.stats.fallbacks)
+    assert any("not captured" in why and reason in why for why in pair.stats.fallbacks)
 
 
 # --- processors that look at prefixes -----------------------------------------------------------------------------
