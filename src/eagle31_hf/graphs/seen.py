@@ -65,8 +65,8 @@ class ModelState:
         modules = modules_of(model)
         for module in modules:
             self._look_at(module)
-        for config in [*self._configs.values()]:
-            self._look_at_config(config)
+        # On disk a configuration has a name of its own, so nothing of it is `told`.
+        self._here += [repr(_fields_of(config)) for config in self._configs.values()]
         self.autocast = autocast_of(next(model.parameters(), None))
         self._look_at_process({type(module) for module in modules})
 
@@ -159,21 +159,13 @@ class ModelState:
         if is_code and _is_foreign_to(kind, value):
             self.replaced.append(_name_of(value))
 
-    def _look_at_config(self, config: PreTrainedConfig) -> None:
-        """On disk a configuration has a name of its own, so nothing of it is `told`."""
-        told, self.told = self.told, []
-        for name, value in vars(config).items():
-            if name == "_attn_implementation_internal":  # see `TargetBinding.masked_attention`
-                self.told.append("eager" if value == "eager" else "sdpa")
-            elif isinstance(value, PreTrainedConfig):
-                if id(value) not in self._configs:
-                    self._configs[id(value)] = value
-                    self._look_at_config(value)
-            elif name not in _WHERE_FROM:
-                self.told.append(name)
-                self._tell(value, type(config))
-        self._here += self.told
-        self.told = told
+
+def _fields_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a configuration says, those within it included."""
+    fields = {name: value for name, value in vars(config).items() if name not in _WHERE_FROM}
+    attention = fields.pop("_attn_implementation_internal", None)  # see `TargetBinding.masked_attention`
+    inner = {name: _fields_of(value) for name, value in fields.items() if isinstance(value, PreTrainedConfig)}
+    return fields | inner | {"attention": "eager" if attention == "eager" else "sdpa"}
 
 
 @cache

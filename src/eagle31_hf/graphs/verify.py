@@ -212,10 +212,3 @@ def _moved(last: LastNodes, traces: Sequence[BlockTrace], committed: CommittedSt
     for layer in committed.layers:
         layer.release_block()
     return tuple([moved[id(state)] for state in buffers_of(committed)])
-
-
-def why_states_are_eager(binding: TargetBinding, *, capturing: bool) -> str:
-    """Why graphs do not serve what layers with states keep; empty where there are none, or graphs are captured."""
-    if capturing or not binding.has_states:
-        return ""
-    return "its target keeps recurrent states, which graphs for a CPU do not move on"

@@ -281,7 +281,7 @@ class SpeculativeDecoder:
         self.stage = Stage.COMMIT
         if self.caches.drafter is not None and self._goes_on:
             self.caches.drafter.absorb(*prompts.pair(written))
-        self._after_round()
+        self.let_ended_rows_go()
 
     def choose_first(self, logits: Tensor, batch: RoundBatch) -> list[int]:
         """First token of each row from `(B, V)`."""
@@ -314,7 +314,7 @@ class SpeculativeDecoder:
         self._record(tree, [len(paths[b]) - 1 for b in batch.live], batch)
         if self._goes_on:
             self.round.commit(accepted, verified, written)
-        self._after_round()
+        self.let_ended_rows_go()
         self.clock.end_round()
 
     def _is_broken(self, tree: DraftTree, batch: RoundBatch) -> Tensor:
@@ -396,8 +396,8 @@ class SpeculativeDecoder:
         """Whether caches that are up to date with the text are still needed."""
         return bool(self.unfinished_rows()) or self.request.carried is not None
 
-    def _after_round(self) -> None:
-        """Let rows go that have ended."""
+    def let_ended_rows_go(self) -> None:
+        """After a round: rows that have ended leave the batch, unless graphs were made for its size."""
         staying = self.unfinished_rows()
         if not staying:
             self.rows = []

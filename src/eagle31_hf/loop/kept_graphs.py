@@ -16,6 +16,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
 from ..graphs.ahead import kept
+from ..graphs.ahead.compiler_processes import CompilerProcesses
 from ..graphs.ahead.kept import CompilesAhead, LoadsKept, refusal
 from ..graphs.ahead.packages import GraphPackages, make_own_folder, prefix_of, why_not_ours
 from ..graphs.captured import CAPTURES, CapturesSteps
@@ -23,7 +24,6 @@ from ..graphs.graphs import Graphs
 from ..graphs.round_graphs import RoundGraph
 from ..graphs.seen import ModelState
 from ..graphs.steps import GraphKey, GraphMaker
-from ..graphs.verify import why_states_are_eager
 from ..sampling.logits_processing import ScoreProcessing
 
 __all__ = [
@@ -120,8 +120,8 @@ def why_unsuited(pair: PairGraphs, shape: DraftShape, processing: ScoreProcessin
     drafter, binding = pair.drafter, pair.drafter.binding
     schedule = drafter.generation_config.num_assistant_tokens_schedule
     captures = binding.head_device.type in CAPTURES
-    if why := why_states_are_eager(binding, capturing=captures):
-        return why
+    if binding.has_states and not captures:
+        return kept.KEEPS_STATES
     if not isinstance(drafter, Eagle31Drafter):  # verification alone
         return ""
     if not RoundGraph.serves(shape):
@@ -206,9 +206,11 @@ def compiling_ahead(
             f"graphs are machine code, and what is kept in {packages.folder} could be exchanged: {why}; or name "
             f"another folder by ${kept.CACHE_VARIABLE}"
         )
-    with CompilesAhead.open(pair.current_graphs, packages, on_compile=on_compile, on_made=on_made) as ahead:
-        pair.ahead = ahead
+    with CompilerProcesses.one_a_core() as processes:
+        ahead = pair.ahead = CompilesAhead(pair.current_graphs, packages, processes, on_compile, on_made)
         try:
             yield ahead
+            ahead.finish()
         finally:
             pair.ahead = None
+            pair.current_graphs().forget(ahead.begun)

@@ -229,11 +229,7 @@ class RecoveringDecoder:
                 return decoder.first_token(decoder.read(texts, unread=0))
             decoder.read(texts, unread=1)
             decoder.stage = Stage.COMMIT
-            staying = decoder.unfinished_rows()
-            if not staying:
-                decoder.rows = []
-            elif len(staying) < len(decoder.rows):
-                decoder.drop_rows(staying)
+            decoder.let_ended_rows_go()
 
     def _start_again(self) -> None:
         """Fresh caches for the rows whose caches are still needed, holding what the turn began with."""

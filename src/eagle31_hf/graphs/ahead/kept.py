@@ -28,7 +28,6 @@ from ...drafter.drafter import Eagle31Drafter
 from ..graphs import PACKED_BYTES, Graphs
 from ..seen import ModelState, weights_of
 from ..steps import GraphKey, GraphMaker, Step
-from ..verify import why_states_are_eager
 from .compiler_processes import CompilerProcesses
 from .packages import GraphPackages, name_of, tensors_of
 from .packed_weights import PackedWeights
@@ -37,14 +36,16 @@ CACHE_VARIABLE = "EAGLE31_CACHE"
 FORMAT = 6
 """Counted up when steps take other inputs, or files say something else: packages of before are not theirs."""
 
+KEEPS_STATES = "its target keeps recurrent states, which graphs for a CPU do not move on"
+
 
 def refusal(drafter: Assistant, graphs: Graphs) -> str:
     """Why no graphs are kept for this pair; empty if they can be."""
     device = drafter.binding.head_device.type
     if drafter.generation_config.stored_cache_type != "full":
         return "its keys and values are stored in 8 bits, which graphs cannot read"
-    if why := why_states_are_eager(drafter.binding, capturing=False):
-        return why
+    if drafter.binding.has_states:
+        return KEEPS_STATES
     if device != "cpu":
         return f"it runs on {device}, and graphs are kept for a CPU alone"
     if not graphs.copied_bytes:
@@ -204,18 +205,6 @@ class CompilesAhead(GraphMaker):
         self.begun.pop(key)()
         self.made.append(key)
         self.on_made(len(self.made), len(self.made) + len(self.begun))
-
-    @classmethod
-    @contextmanager
-    def open(cls, graphs: Callable[[], Graphs], packages: GraphPackages, **told: Any) -> Iterator[CompilesAhead]:
-        """While this is open there are processes that compile."""
-        with CompilerProcesses.one_a_core() as processes:
-            ahead = cls(graphs, packages, processes, **told)
-            try:
-                yield ahead
-                ahead.finish()
-            finally:
-                graphs().forget(ahead.begun)
 
 
 @contextmanager
