@@ -1,7 +1,7 @@
 """Memory that runs out where and as often as a test says, and generations that have to survive it.
 
-Faults are injected: a forward hook or a method raises what CUDA, Metal or a CPU allocator raises, at its n-th call, a
-given number of times or for as long as its cause is there.
+Faults are injected: a forward hook or a method raises what CUDA's allocator raises, at its n-th call, a given number of
+times or for as long as its cause is there.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ from eagle31_hf.loop.survive import FallbackStep
 from eagle31_hf.loop.text import Sequences
 from helpers import configured, drafter_of, left_padded, oracle_drafts, target_of
 
-SAID = {
-    "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
-    "mps": RuntimeError("MPS backend out of memory (MPS allocated: 9.05 GB, max allowed: 9.07 GB)."),
-    "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory"),
-    "windows": RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1000 bytes."),
-    "python": MemoryError(),
-}
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 FREED, CHUNKED, DROPPED = (step.value for step in FallbackStep)
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_assistant_tokens": 3},
@@ -55,7 +49,7 @@ class Fault:
 
     first: int = 1
     times: int = 1
-    error: BaseException = field(default_factory=lambda: SAID["cuda"])
+    error: BaseException = field(default_factory=lambda: OUT_OF_MEMORY)
     holds: Callable[..., bool] = lambda *_: True
     calls: int = 0
     raised: int = 0

@@ -79,10 +79,10 @@ def test_stop_strings_inside_a_block(shape: str, size: int, start: int) -> None:
 
 @pytest.mark.contract
 @pytest.mark.parametrize("loop", SHAPES)
-def test_length_limits(loop: str) -> None:
-    for name in ("qwen3", "demo-target"):
-        inputs = left_padded(prompts_for(name, 1))
-        length = inputs["input_ids"].shape[1]
-        for limit in ({"max_new_tokens": 1}, {"max_new_tokens": 2}, {"max_new_tokens": None, "max_length": length + 7}):
+def test_limits_of_length_and_time(loop: str) -> None:
+    for name, rows in (("qwen3", 1), ("qwen3", 3), ("demo-target", 1)):
+        inputs = left_padded(prompts_for(name, rows))
+        longer = {"max_new_tokens": None, "max_length": inputs["input_ids"].shape[1] + 7}
+        for limit in ({"max_new_tokens": 1}, {"max_new_tokens": 2}, longer, {"max_time": 1e-9}):
             batch = Batch(inputs, greedy(name, inputs, **limit))
             assert assert_loop_agrees(name, batch, SHAPES[loop] | {"num_assistant_tokens": 8}, **limit) == 0

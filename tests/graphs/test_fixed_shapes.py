@@ -123,7 +123,10 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # settings of t
 @pytest.mark.thorough(every=2)
 def test_graphs_draft_and_accept_what_eager_rounds_do(family: str, way: str, uncompiled: None, drafted: list) -> None:
     """A text alone does not say that fewer drafts were accepted, or others made."""
-    drafter, (fields, sampling, nodes) = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {})), WAYS[way]
+    drafter, (fields, sampling, nodes) = (
+        pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {})),
+        WAYS[way],
+    )
     for rows in (1, 3):
         rounds, accepted = [], []
         for acceleration in ("eager", "compile"):

@@ -25,7 +25,6 @@ from transformers import DynamicCache
 from eagle31_hf.errors import UnsupportedGenerationError
 from helpers import (
     configured,
-    demo_tokenizer,
     drafter_of,
     left_padded,
     oracle_drafts,
@@ -142,21 +141,6 @@ def test_sampling_draws_the_same_with_a_carried_cache():
     assert torch.equal(ours("demo-target", text, cache, **settings), without)
     assert drafter.stats.accepted_at == acceptance
     assert sum(acceptance) > 0
-
-
-def test_chat_on_the_demo_pair_accepts_as_much_as_without_a_cache():
-    tokenizer, drafter = demo_tokenizer(), drafter_of("demo-target")
-    messages, cache = [{"role": "user", "content": "Hello, who are you?"}], new_cache("demo-target")
-    for question in ("How many apples are 3 and 4 apples?", "And twice as many?", ""):
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        text = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        truth = plain("demo-target", text, max_new_tokens=12)
-        ours("demo-target", text, None, max_new_tokens=12)
-        alone = drafter.stats.accepted_at
-        assert torch.equal(ours("demo-target", text, cache, max_new_tokens=12), truth)
-        assert drafter.stats.accepted_at == alone
-        answer = tokenizer.decode(truth[0, text.shape[1] :], skip_special_tokens=True)
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

@@ -50,13 +50,6 @@ def test_an_edited_history_is_read_again_from_the_edit_on(name, again):
 
 
 @pytest.mark.parametrize("name", [*FULL, *SLIDING])
-def test_a_prompt_shorter_than_the_cache(name):
-    _, cache = after_one_turn(name)
-    shorter = prompt_of(name)[:, :-2]
-    assert torch.equal(ours(name, shorter, cache), plain(name, shorter))
-
-
-@pytest.mark.parametrize("name", [*FULL, *SLIDING])
 def test_a_plain_turn_in_between(name):
     text, cache = after_one_turn(name)
     between = plain(name, users_turn(text), past_key_values=cache)

@@ -318,7 +318,7 @@ class GraphInputs:
     def make_room(self, block_end: int) -> bool:
         """Whether the placed block, padded to `block_end`, fits; if so, the buffers have a bucket's length.
 
-        Not where nothing of some row was read yet: graphs take for granted that buffers are there and states have begun.
+        Not where nothing of some row was read yet: graphs take buffers and begun states for granted.
         """
         slots = max(self.cache.lengths) + block_end
         if block_end > self.cache.block or slots > self.cache.capacity or not min(self.cache.lengths):
