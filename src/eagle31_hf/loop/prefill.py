@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +47,9 @@ class PrefillState:
         self.tokens = torch.tensor(padded, device=device)  # (B, longest) right-padded
         self.last_logits: list[Tensor | None] = [None] * len(texts)  # (V,) after the last token read
         self._last_aux: dict[int, Tensor] = {}  # (A*Ht,) by row
-        self._texts, self._unpaired = texts, Unpaired([], None)
+        self._texts = texts
+        # What waits for the token after it: the tokens before that of each row, hidden states (B, C, A*Ht).
+        self._unpaired: tuple[list[Sequence[int]], Tensor] | None = None
 
     def keep(self, row: int, logits: Tensor, aux: Tensor | None) -> None:
         """What follows the last token read: logits `(V,)` and hidden states `(A*Ht,)`.
@@ -69,21 +70,14 @@ class PrefillState:
             if not count:  # it ended in a chunk before: of that, its last position waits
                 aux[row, 0] = self._last_aux[row]
         tokens = [text[start + 1 : start + n] for text, n in zip(self._texts, counts, strict=True)]
-        self._unpaired = Unpaired(tokens, aux)
+        self._unpaired = tokens, aux
 
     def pair(self, first: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[int]]:
         """What waits with each row's first new token, or without: arguments of `DraftSession.absorb`."""
+        assert self._unpaired is not None, "nothing waits"
         tokens, aux = self._unpaired
-        assert aux is not None, "nothing waits"
-        self._unpaired = Unpaired([], None)
+        self._unpaired = None
         return absorbed([[*known, *new] for known, new in zip(tokens, first, strict=True)], aux)
-
-
-class Unpaired(NamedTuple):
-    """Positions that wait for the token after the last: the other tokens of each row, hidden states `(B, C, A*Ht)`."""
-
-    tokens: list[Sequence[int]]
-    aux: Tensor | None
 
 
 DECODED_CHUNK = 8

@@ -249,11 +249,10 @@ def propose(session: DraftStepper, batch: RoundBatch, drafter: Eagle31Drafter) -
 def _draft_choice(batch: RoundBatch, drafter: Eagle31Drafter, depth: int) -> DraftChoice:
     """How tokens of a draft of so many levels are chosen."""
     assert batch.plan is not None, "drafts are planned"
-    noise, rule = batch.choosing.noise_for(batch, depth), batch.only_rule
+    rule = batch.only_rule
     if rule is not None and rule.processing.warps_drafts:
-        seen = batch.choosing.seen_before(batch)
-        warps = not rule.processing.is_empty and (noise is not None or seen is not None)
-        return DraftChoice(rule.processing.draft_warping if warps else None, noise, seen)
+        return _in_graphs(rule).of_drafts(_chosen_by(batch, depth))
+    noise = batch.choosing.noise_for(batch, depth)
     if batch.plan.shape.is_tree:  # processors that look at prefixes would be asked at each node
         return DraftChoice(None, noise)
     if rule is None or rule.fails_alone or rule.processing.can_fork:
