@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.cli import terminal
+from eagle31_hf.texts.decoder import IncrementalDecoder, RoundStreamer
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def test_pieces_join_to_the_decoded_text_and_never_split_a_character(tokenizer, 
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if data.draw(st.booleans()):  # any ids at all, broken characters among them
         ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=30))
-    decoder = terminal.IncrementalDecoder(tokenizer)
+    decoder = IncrementalDecoder(tokenizer)
     pieces = [decoder.feed(token) for token in ids]
     assert not any(piece.endswith("\ufffd") for piece in pieces)
     assert "".join(pieces) + decoder.flush() == tokenizer.decode(
@@ -35,7 +36,10 @@ def test_pieces_join_to_the_decoded_text_and_never_split_a_character(tokenizer, 
 
 def stream(tokenizer, blocks):
     console = Console(file=StringIO(), record=True, width=100, force_terminal=True, color_system="standard")
-    streamer = terminal.AcceptanceStreamer(tokenizer, console)
+    writer = terminal.StreamedText(console)
+    streamer = RoundStreamer(
+        IncrementalDecoder(tokenizer), lambda text, accepted: writer.add(text, "green" if accepted else "")
+    )
     streamer.put(torch.zeros(1, 5, dtype=torch.long))  # the prompt
     for block in blocks:
         streamer.put(torch.tensor(block))

@@ -22,6 +22,7 @@ from ..measure.origin import origin
 from ..measure.results import summarise
 from ..measure.tables import bench_notes, speed_table
 from ..sampling.logits_processing import sampling_options
+from ..texts.decoder import IncrementalDecoder, RoundStreamer
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
 from .options import MORE, JsonOption, command, make_console, writable_json, write_json, write_svg
@@ -164,12 +165,17 @@ def _stream(console: Console, pair: LoadedPair, task: Task, shown: Shown) -> lis
     ]
     for message in messages:
         console.print(message)
-    streamer = terminal.AcceptanceStreamer(pair.tokenizer, console, label="assistant: " if has_roles else "… ")
+    writer = terminal.StreamedText(console, "assistant: " if has_roles else "… ")
+    streamer = RoundStreamer(
+        IncrementalDecoder(pair.tokenizer),
+        lambda text, accepted: writer.add(text, terminal.ACCEPTED_STYLE if accepted else ""),
+    )
     target: Any = pair.target
     how = {"max_new_tokens": shown.new_tokens, **sampling_options(shown.temperature), "streamer": streamer}
     ids = task.ids[None]
     target.generate(input_ids=ids, attention_mask=torch.ones_like(ids), assistant_model=pair.drafter, **how)
-    return [*messages, streamer.written, Text()]
+    writer.end()
+    return [*messages, writer.written, Text()]
 
 
 def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], settings: BenchSettings) -> Measured:

@@ -6,13 +6,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.text import Text
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from ..measure.bench import Measured
 from ..stats import SpeculationStats
-from ..texts.decoder import IncrementalDecoder
 from .options import count
 
 ACCEPTED_STYLE = "green"
@@ -44,44 +40,6 @@ class StreamedText:
     def end(self) -> None:
         """End the line."""
         self._console.print()
-
-
-class AcceptanceStreamer(BaseStreamer):
-    """A `generate` streamer that colours tokens which were drafted and accepted.
-
-    Each round arrives as one 1-D block: the last id is the target's own token, those before it were drafted and
-    accepted. (A text that ends inside a draft has a drafted end-of-sequence token there, which is not shown.)
-
-    Args:
-        tokenizer: the target's.
-        console: where to write.
-        label: written before the text.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console, label: str = ""):
-        self._decoder = IncrementalDecoder(tokenizer)
-        self._prompt_seen = False
-        self._writer = StreamedText(console, label)
-
-    @property
-    def written(self) -> Text:
-        """The answer so far, coloured."""
-        return self._writer.written
-
-    def put(self, value: Tensor) -> None:
-        """Take the prompt (first call, not shown) or one round's tokens, `(n,)` or `(1, n)`."""
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        *accepted, own = value.reshape(-1).tolist()
-        for token in accepted:
-            self._writer.add(self._decoder.feed(token), ACCEPTED_STYLE)
-        self._writer.add(self._decoder.feed(own))
-
-    def end(self) -> None:
-        """Write what is left and end the line."""
-        self._writer.add(self._decoder.flush())
-        self._writer.end()
 
 
 def legend() -> Text:

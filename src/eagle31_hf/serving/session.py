@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
 from ..drafter.assistant import Assistant
 from ..errors import ConfigurationError
@@ -23,7 +22,7 @@ from ..stats import SpeculationStats
 from ..targets.binding import CACHE_ARGUMENT
 from ..texts.answer_forms import form_of
 from ..texts.chats import encode_chat
-from ..texts.decoder import IncrementalDecoder
+from ..texts.decoder import IncrementalDecoder, RoundStreamer
 from ..texts.rows import Message
 from .answers import AnswerParser, AnswerPart
 
@@ -147,10 +146,11 @@ class ChatSession:
             )
         form, most = form_of(self.tokenizer), min(self.max_new_tokens, room)
         decoder = IncrementalDecoder(self.tokenizer, marks=form.marks)
-        pieces = _PieceStreamer(decoder, AnswerParser(self.tokenizer, form, ids), on_piece)
+        pieces = _Pieces(AnswerParser(self.tokenizer, form, ids), on_piece)
         self._stop.asked = False
         started = time.perf_counter()
-        written = self._generate(ids, most, pieces)
+        written = self._generate(ids, most, RoundStreamer(decoder, pieces.add))
+        pieces.end()
         seconds = time.perf_counter() - started
         stats = self.drafter.stats
         assert stats is not None, "generate with our drafter leaves stats"
@@ -160,7 +160,7 @@ class ChatSession:
         first_token_s = (pieces.first_at or started) - started
         return Answer(pieces.content, pieces.thought, stats, len(ids), first_token_s, seconds, finish)
 
-    def _generate(self, ids: list[int], max_new_tokens: int, streamer: BaseStreamer) -> int:
+    def _generate(self, ids: list[int], max_new_tokens: int, streamer: RoundStreamer) -> int:
         """Write the answer; returns how many tokens it has."""
         prompt = torch.tensor([ids], device=self.drafter.binding.input_device)
         options = sampling_options(self.temperature)
@@ -213,31 +213,19 @@ class _StopWhenAsked(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.asked, dtype=torch.bool, device=input_ids.device)
 
 
-class _PieceStreamer(BaseStreamer):
-    """Takes a round's tokens apart: the last is the target's own, those before it were drafted and accepted.
+class _Pieces:
+    """The pieces of an answer, and when the first token came; 0 before."""
 
-    Attributes:
-        first_at: when the first token came; 0 before.
-    """
+    def __init__(self, parser: AnswerParser, on_piece: Callable[[Piece], None]):
+        self._parser, self._on_piece = parser, on_piece
+        self.first_at, self.content, self.thought = 0.0, "", ""
 
-    def __init__(self, decoder: IncrementalDecoder, parser: AnswerParser, on_piece: Callable[[Piece], None]):
-        self._decoder, self._parser, self._on_piece = decoder, parser, on_piece
-        self._prompt_seen, self.first_at = False, 0.0
-        self.content = self.thought = ""
-
-    def put(self, value: Tensor) -> None:
-        """The prompt first, then a round's tokens, `(n,)` or `(1, n)`."""
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
+    def add(self, text: str, drafted: bool) -> None:
         self.first_at = self.first_at or time.perf_counter()
-        *drafted, own = value.reshape(-1).tolist()
-        for token in drafted:
-            self._tell(self._parser.feed(self._decoder.feed(token)), drafted=True)
-        self._tell(self._parser.feed(self._decoder.feed(own)), drafted=False)
+        self._tell(self._parser.feed(text), drafted=drafted)
 
     def end(self) -> None:
-        self._tell([*self._parser.feed(self._decoder.flush()), *self._parser.finish()], drafted=False)
+        self._tell(self._parser.finish(), drafted=False)
 
     def _tell(self, parts: list[AnswerPart], *, drafted: bool) -> None:
         for part in parts:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 PROMPT_TAIL = 64
 """Tokens of a prompt that are decoded with the first of its text: enough that one of them is no special token."""
@@ -96,3 +98,32 @@ class TokenTexts:
         text = self._decoder.feed(token)
         self.length += len(text)
         return text
+
+
+class RoundStreamer(BaseStreamer):
+    """A `generate` streamer that tells which text was drafted and accepted.
+
+    Each round arrives as one block: the last id is the target's own token, those before it were drafted and accepted.
+    (A text that ends inside a draft has a drafted end-of-sequence token there, which is not shown.)
+
+    Args:
+        decoder: of the answer.
+        on_text: takes each token's text, empty where it completes none, and whether it was drafted.
+    """
+
+    def __init__(self, decoder: IncrementalDecoder, on_text: Callable[[str, bool], None]):
+        self._decoder, self._on_text, self._prompt_seen = decoder, on_text, False
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt (first call, not shown) or one round's tokens, `(n,)` or `(1, n)`."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        *accepted, own = value.reshape(-1).tolist()
+        for token in accepted:
+            self._on_text(self._decoder.feed(token), True)
+        self._on_text(self._decoder.feed(own), False)
+
+    def end(self) -> None:
+        """Give what is left."""
+        self._on_text(self._decoder.flush(), False)
