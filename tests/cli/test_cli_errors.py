@@ -102,6 +102,7 @@ REFUSED = {
     "serve --port 0 --card 'RTX 4090' --context 512": "got --card without a plan",
     "generate --prompt x --memory plan.json": "went in 0.2.0: pass --memory auto, and the options",
     # --- one command each
+    "generate --prompt x --device mps": "this machine has no mps device",
     "serve --port 0 --context 4000": "was made for texts of 2048 tokens",
     "serve --target nowhere --schedule pid": CHAINS.format("--schedule pid"),
     "serve --target nowhere --tree-width 2": CHAINS.format("--tree-width 2"),

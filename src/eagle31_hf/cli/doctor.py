@@ -67,7 +67,7 @@ def doctor(
         drafter=pair.eagle,
         tokenizer=pair.tokenizer,
         # Of many kinds; before them the embedded target's own subjects, for it has little to say of others.
-        conversations=given or [*(DEMO_CONVERSATIONS if pair.uses_embedded_target else ()), *CONVERSATIONS][:limit],
+        conversations=given or [*(() if source.target else DEMO_CONVERSATIONS), *CONVERSATIONS][:limit],
         encode=lambda conversation: encode(pair, conversation),
         folder=Path(source.drafter) if source.drafter is not None and Path(source.drafter).is_dir() else None,
     )

@@ -29,8 +29,6 @@ from .options import DRAFTS, LOADING, make_console, option, token_count
 from .plan import print_decision
 from .progress import waiting_for
 
-DTypeName = Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"]
-DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 NONE = "none"
 """What `--drafter` is told where there is none."""
 _SCHEMES = {"4bit": "bnb-nf4-dq", "8bit": "bnb-int8"}
@@ -40,15 +38,13 @@ _SCHEMES = {"4bit": "bnb-nf4-dq", "8bit": "bnb-int8"}
 class LoadedPair:
     """A drafter attached to its target, or the target without one (`NoDrafter`).
 
-    `name` is what people call the target; `uses_embedded_target` tells the shipped demo model from any other; `plan` is
-    the memory plan it was loaded under, if one was asked for.
+    `name` is what people call the target; `plan` is the memory plan it was loaded under, if one was asked for.
     """
 
     name: str
     target: PreTrainedModel
     drafter: Assistant
     tokenizer: PreTrainedTokenizerBase
-    uses_embedded_target: bool = False
     plan: MemoryPlan | None = None
 
     @property
@@ -75,11 +71,13 @@ class PairSource:
             "where there is one; none: drafts are looked up."
         ),
     )
-    dtype: DTypeName = field(
+    dtype: Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"] = field(
         default="auto",
         metadata=option("Precision; auto is as stored, unless this machine has no arithmetic for that.", panel=LOADING),
     )
-    device: DeviceName = field(default="auto", metadata=option("Where to run.", panel=LOADING))
+    device: Literal["auto", "cpu", "cuda", "mps"] = field(
+        default="auto", metadata=option("Where to run.", panel=LOADING)
+    )
     adapter: str | None = field(
         default=None, metadata=option("Folder or Hub id of a PEFT adapter for the target.", panel=LOADING)
     )
@@ -228,7 +226,6 @@ def load_pair(
         target=target,
         drafter=drafter,
         tokenizer=tokenizer,
-        uses_embedded_target=source.target is None,
         plan=plan,
     )
 
@@ -321,7 +318,10 @@ def encode(pair: LoadedPair, conversation: Messages) -> dict[str, Tensor]:
 def _placement(source: PairSource) -> Any:
     """`device_map` as transformers takes it."""
     if source.device_map is None:
-        return device_named(source.device)
+        is_there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        if not is_there.get(source.device, True):
+            raise ConfigurationError(f"this machine has no {source.device} device; use --device cpu or auto")
+        return best_kind() if source.device == "auto" else source.device
     if source.device != "auto":
         raise ConfigurationError("--device and --device-map both say where the target goes; pass one of them")
     if not source.device_map.lstrip().startswith("{"):
@@ -350,16 +350,3 @@ def _load_adapter(target: PreTrainedModel, adapter: str) -> None:
             f"the adapter {adapter!r} cannot be put on {target.name_or_path!r}: {first_line(error)}; wanted a folder "
             "or Hub id of a PEFT adapter made for this target"
         ) from error
-
-
-def device_named(name: DeviceName) -> str:
-    """The device a name means on this machine.
-
-    Raises:
-        ConfigurationError: it has no such device.
-    """
-    if name == "auto":
-        return best_kind()
-    if (name == "cuda" and not torch.cuda.is_available()) or (name == "mps" and not torch.backends.mps.is_available()):
-        raise ConfigurationError(f"this machine has no {name} device; use --device cpu or auto")
-    return name

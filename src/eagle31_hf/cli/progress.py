@@ -54,27 +54,21 @@ def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
     The bar is drawn once a second, so that its clock moves during a long measurement and slows none.
     """
-    if not console.is_terminal:
-        yield _lines_now_and_then()
-        return
     # What is left is not told: most measurements are bounded by time, and end before all is done.
     columns = (
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[so_far]}"), TimeElapsedColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, refresh_per_second=1) as progress:
-        task = progress.add_task("warming up", total=None, so_far="")
-        yield lambda what, done, of: progress.update(
-            task, description=what, completed=done, total=of, so_far=f"{done} of {of}"
-        )
-
-
-def _lines_now_and_then() -> Callable[[str, int, int], None]:
-    console, printed_at = make_console(stderr=True), time.monotonic()
+    log, logged_at = make_console(stderr=True), time.monotonic()
 
     def advance(what: str, done: int, of: int) -> None:
-        nonlocal printed_at
-        if time.monotonic() - printed_at >= LINE_EVERY_S:
-            printed_at = time.monotonic()
-            console.print(f"{what}: {done} of {of}", markup=False)
+        nonlocal logged_at
+        progress.update(task, description=what, completed=done, total=of, so_far=f"{done} of {of}")
+        if not console.is_terminal and time.monotonic() - logged_at >= LINE_EVERY_S:
+            logged_at = time.monotonic()
+            log.print(f"{what}: {done} of {of}", markup=False)
 
-    return advance
+    with Progress(
+        *columns, console=console, transient=True, refresh_per_second=1, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("warming up", total=None, so_far="")
+        yield advance
