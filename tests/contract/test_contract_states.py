@@ -103,8 +103,15 @@ def test_prompts_across_chunks(family: str) -> None:
         assert_plain(family, prompts_of(lengths), settings, max_new_tokens=8)
 
 
-def test_chunks_of_the_call() -> None:
-    assert_plain("falcon_h1", prompts_of([23, 3]), SHAPES["chain"], prefill_chunk_size=9)
+@pytest.mark.parametrize(
+    ("lengths", "chunk", "loop"), [([23, 3], 9, "own"), ([9], 4, "plain"), ([5, 4, 3], 2, "plain")]
+)
+def test_chunks_of_the_call(lengths: list[int], chunk: int, loop: str) -> None:
+    """Plain decoding reads a last chunk of one token by the code for one."""
+    model = clamped_target("nemotron_h")
+    drafter = random_drafter(model, aux_layers=[1, 2, 3])
+    assert_same_text(model, drafter, prompts_of(lengths), oracle=0, loop=loop, prefill_chunk_size=chunk, **GREEDY)
+    assert drafter.stats.reason == "" or "leaves a single token" in drafter.stats.reason
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
@@ -117,8 +124,9 @@ def test_a_clamp_that_only_prompts_see(family: str) -> None:
     plain = greedy(model, inputs, 24)
     at_once = model(plain[2:]).logits[0, -25:-1].argmax(-1)
     assert not torch.equal(at_once, plain[2, -24:]), "the bound acts"
-    settings = {**SHAPES["chain"], "prefill_chunk_size": CHUNK}
-    assert_same_text(model, drafter, inputs, oracle=0, settings=settings, **GREEDY | {"max_new_tokens": 24})
+    for prompts, chunk in ((inputs, CHUNK), (prompts_of([9]), 1), (prompts_of([5, 4, 3]), 3)):
+        settings = {**SHAPES["chain"], "prefill_chunk_size": chunk}
+        assert_same_text(model, drafter, prompts, oracle=0, settings=settings, **GREEDY | {"max_new_tokens": 24})
 
 
 @pytest.mark.parametrize("family", [*SOME, "mamba2"])

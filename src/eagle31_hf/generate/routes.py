@@ -136,6 +136,14 @@ def _target_without_trees(call: Call) -> str | None:
     return binding.tree_unsupported_reason or unrecorded or in_batches or None
 
 
+def _a_chunk_of_one_token(call: Call) -> str | None:
+    """Plain decoding reads it by the target's code for one token, which may leave another state."""
+    chunk, cached = call.generation_config.prefill_chunk_size, 0 if call.cache is None else held_length(call.cache)
+    if chunk is None or not call.drafter.binding.has_states or (call.text_length - cached - 1) % chunk:
+        return None
+    return f"prefill_chunk_size={chunk} leaves a single token for a last chunk, and layers of the target keep states"
+
+
 def _pads_that_are_counted(call: Call) -> str | None:
     why = call.drafter.binding.padding_unsupported_reason
     return why if why and any(left_padding(call.input_ids, call.attention_mask)) else None
@@ -230,6 +238,7 @@ AGAINST_OWN: tuple[Objection, ...] = (
     _more_positions_than_there_are,
     _target_without_trees,
     _foreign_cache,
+    _a_chunk_of_one_token,
     _inputs_we_know_nothing_of,
     _pads_that_are_counted,
     _what_sees_a_batch_as_one,

@@ -152,7 +152,8 @@ class SpeculativeDecoder:
         self.rows = list(range(self.sequences.batch_size))
         self.stage, self.largest = Stage.PREFILL, request.shape
         prompt = self.sequences.prompts.shape[1] - request.start.skip  # columns still to be read
-        self.chunk = min(request.prefill_chunk or prompt, prompt)
+        least = len(self.rows) + 2 if self.binding.has_states else 1  # so that no token need be read alone
+        self.chunk = min(max(request.prefill_chunk or prompt, least), prompt)
         self.reading: PrefillState | None = None
         self.graphs = request.graphs
         self._streamed = [0] * len(self.rows)  # new tokens of each row of the batch that were shown

@@ -120,7 +120,7 @@ class ChunkedPrefill:
         """`stop` or a little before it. A single token left for the next chunk would be read by the target's code for
         one token, which may compute another state than the prompt at once does."""
         if self.cache.has_states and not self.as_drafts:
-            while stop > start + 1 and any(length - stop == 1 for length in reading.to_read):
+            while stop > start + 2 and any(length - stop == 1 for length in reading.to_read):
                 stop -= 1
         return stop
 
