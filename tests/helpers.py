@@ -25,7 +25,7 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.cache.stock import refill_stock_layers
+from eagle31_hf.cache.stock import CACHE_ARGUMENT, refill_stock_layers
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.drafting.shape import DraftShape
@@ -34,7 +34,7 @@ from eagle31_hf.loop import decoder, kept_graphs
 from eagle31_hf.loop.choosing import RoundBatch
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.round import Round
-from eagle31_hf.targets.binding import CACHE_ARGUMENT, TargetBinding
+from eagle31_hf.targets.binding import TargetBinding
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 MODELS = SHARED / "models"

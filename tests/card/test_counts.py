@@ -23,9 +23,9 @@ import fake_serving
 from fake_card import Work
 from fake_rounds import ACCEPTED, Text, Written, fake_pair, write
 
+from eagle31_hf.cache import grouped_attention
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.serving.text import Sampling
-from eagle31_hf.targets import grouped_attention
 
 pytestmark = pytest.mark.card
 

@@ -11,7 +11,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.targets.binding import CACHE_ARGUMENT
+from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from helpers import assert_same_text, prompts_of, seeded
 from mtp_targets import CONFIGS, FAMILIES, target_with_head
 

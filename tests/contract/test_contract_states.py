@@ -16,8 +16,9 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
+from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.loop.carried_cache import BEFORE_THE_ANSWER
-from eagle31_hf.targets.binding import CACHE_ARGUMENT, cache_argument
+from eagle31_hf.targets.binding import cache_argument
 from families import RECURRENT_FAMILIES, SEEING_HYBRIDS, clamped_target, recurrent_target
 from helpers import (
     VOCABULARY,

@@ -11,10 +11,10 @@ import transformers as hf
 
 from eagle31_hf import Eagle31Drafter, plan_memory
 from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
 from eagle31_hf.memory.target_facts import read_target
-from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from eagle31_hf.targets.fresh_drafter import default_config, sizes_by_layer, trained_context
 from eagle31_hf.training.settings import TrainingSettings
 from families import GEMMA_4, TEXT_FAMILIES

@@ -19,9 +19,9 @@ from transformers import LlamaConfig
 
 from adapter_changes import CHANGES, adapted, peft
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.graphs import captured
 from eagle31_hf.graphs.ahead import kept as kept_folder
-from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from families import RECURRENT_FAMILIES, recurrent_target
 from helpers import (
     CONFIGS,

@@ -16,13 +16,13 @@ from kept_pairs import GREEDY, SAMPLING, failing, kinds
 from torch import Tensor
 from transformers import DynamicCache
 
+from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.drafter.assistant import NoDrafter
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.graphs.captured import CapturesSteps
 from eagle31_hf.graphs.steps import GraphKey, Step
 from eagle31_hf.graphs.verify import CompiledSettling
 from eagle31_hf.loop.pair import Pair
-from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from families import recurrent_target
 from helpers import VOCABULARY, configured, left_padded, oracle_drafts, random_drafter, seeded
 from recorder import Recorder

@@ -11,6 +11,7 @@ from kept_pairs import kept_target, kinds, make_pair
 from transformers import DynamicCache
 
 from eagle31_hf import NoDrafter, SpeculationStats
+from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
 from eagle31_hf.generate.warm_up import warm_up
 from eagle31_hf.loop import decoder as decoders
@@ -19,7 +20,6 @@ from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.text import Sequences
 from eagle31_hf.measure.bench import PLAIN, PLAIN_BY_GRAPHS, Bench, BenchSettings, Method, Task, Writer
 from eagle31_hf.measure.exactness import Kind
-from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from eagle31_hf.texts.prompts import Prompt
 from families import recurrent_target
 from helpers import (

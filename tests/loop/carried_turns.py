@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from eagle31_hf.targets.binding import CACHE_ARGUMENT
+from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from helpers import drafter_of, prompts_for, random_prompts, target_of
 
 FULL, SLIDING = ("llama",), ("mistral", "gemma3")

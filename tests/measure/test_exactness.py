@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper
 
+from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.measure.exactness import Kind, SampledBy, judge
 from eagle31_hf.sampling.logits_processing import DraftWarping
-from eagle31_hf.targets.binding import CACHE_ARGUMENT
 from helpers import random_prompts, seeded, target_of
 
 

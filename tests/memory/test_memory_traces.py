@@ -20,18 +20,18 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from eagle31_hf.cache.grouped_attention import attending_grouped
 from eagle31_hf.cache.spans import LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.cache.stock import CACHE_ARGUMENT
+from eagle31_hf.checkpoints.eagle_network import Eagle31Network
 from eagle31_hf.config import Eagle31Config
-from eagle31_hf.drafter.modeling_eagle31 import Eagle31Network
 from eagle31_hf.loop.prefill import ChunkedPrefill
 from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.dry_run import StorageCounter, dry_run_of
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import PREFILL, VERIFY
 from eagle31_hf.memory.weights import SCHEMES
-from eagle31_hf.targets.binding import CACHE_ARGUMENT
-from eagle31_hf.targets.grouped_attention import attending_grouped
 from helpers import configured, drafter_of, target_of
 
 BF16 = torch.bfloat16

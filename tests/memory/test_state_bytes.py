@@ -12,8 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3_5TextModel
 
+from eagle31_hf.cache.grouped_attention import attending_grouped
 from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.cache.stock import StateSnapshot
+from eagle31_hf.cache.stock import CACHE_ARGUMENT, StateSnapshot
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.memory.apply_plan import plan_of_run
@@ -24,8 +25,6 @@ from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import BETWEEN, PREFILL, VERIFY, LedgerTerm, MemorySettings, build_ledger, captures_steps
 from eagle31_hf.memory.planner import plan_memory
 from eagle31_hf.memory.target_facts import read_target
-from eagle31_hf.targets.binding import CACHE_ARGUMENT
-from eagle31_hf.targets.grouped_attention import attending_grouped
 from eagle31_hf.targets.mixers import Mixers
 from families import RECURRENT_FAMILIES, SEEING_HYBRIDS, recurrent_config, recurrent_target
 from helpers import configured, oracle_drafts, random_drafter

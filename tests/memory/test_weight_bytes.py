@@ -17,8 +17,8 @@ from transformers import (
     Qwen2Config,
 )
 
+from eagle31_hf.checkpoints.eagle_network import Eagle31Network
 from eagle31_hf.config import Eagle31Config
-from eagle31_hf.drafter.modeling_eagle31 import Eagle31Network
 from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.drafter_facts import drafter_facts

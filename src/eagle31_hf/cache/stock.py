@@ -6,11 +6,13 @@ holds those after its last token.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -24,6 +26,12 @@ from transformers.cache_utils import (
 
 from ..errors import UnsupportedGenerationError
 from .states import CONVOLUTION, RECURRENT, StateKey
+
+# transformers 5.24 renamed `past_key_values` to `cache`, in arguments of models and of `generate` and in outputs; until
+# 5.40 models still take the old name, with a warning.
+_OLD, _NEW = "past_key_values", "cache"
+CACHE_ARGUMENT = _NEW if _NEW in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else _OLD
+"""The name by which transformers hands a model its cache."""
 
 _READABLE = (
     DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer,

@@ -21,6 +21,8 @@ from ..checkpoints import (
     write_checkpoint,
 )
 from ..checkpoints.card import publish_checkpoint, publish_folder
+from ..checkpoints.eagle_network import Eagle31Network
+from ..checkpoints.mtp_network import MtpNetwork
 from ..config import Eagle31Config, MtpConfig
 from ..errors import ConfigurationError
 from ..memory import MemoryPlan
@@ -32,8 +34,6 @@ from ..targets.quantized import first_head_rows, gather_head_rows
 from ..targets.self_test import require_readable_states
 from .assistant import Assistant
 from .draft_rows import with_draft_rows
-from .modeling_eagle31 import Eagle31Network
-from .modeling_mtp import MtpNetwork
 from .packed_linear import PackingScheme, bitsandbytes, pack_linears, pack_matrix
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.eagle_network import KeepsBufferDtypes
 from ..checkpoints.files import shown
 from ..errors import ConfigurationError
 from ..memory.weights import BLOCK, packed_matrix_bytes
@@ -95,19 +96,6 @@ class PackingScheme:
         aligned = self.method == "int8" or shape[1] % BLOCK == 0
         packed = packed_matrix_bytes(self.method, self.double_quant, *shape)
         return not skipped and aligned and packed < math.prod(shape) * element_bytes
-
-
-class KeepsBufferDtypes(nn.Module):
-    """Mixed in before a module class: `.to(dtype)` moves its buffers but leaves their dtypes alone."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(moved.device)
-        return self
 
 
 class PackedLinear(KeepsBufferDtypes):

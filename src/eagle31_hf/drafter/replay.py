@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import repeat_kv
 
+from ..checkpoints.eagle_network import AttendingCache
 from ..targets.taps import HiddenStateTaps
 from .drafter import Eagle31Drafter, MtpDrafter
-from .modeling_eagle31 import AttendingCache
 
 
 @dataclass(frozen=True)

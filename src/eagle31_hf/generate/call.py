@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..cache.stock import CACHE_ARGUMENT
 from ..drafter.assistant import Assistant
 from ..errors import UnsupportedGenerationError
 from ..loop.text import StopRules
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
-from ..targets.binding import CACHE_ARGUMENT, OF_STATES_ALONE
+from ..targets.binding import OF_STATES_ALONE
 from ..targets.prompt_forward import PromptForward
 
 NOT_FOR_THE_MODEL = ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor")

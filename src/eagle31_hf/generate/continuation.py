@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache.speculative import SpeculativeCache
+from ..cache.stock import CACHE_ARGUMENT
 from ..drafting.draft_tree import DraftTree, ancestors_from_parents
 from ..errors import Eagle31Error
 from ..loop.survive import is_out_of_memory
-from ..targets.binding import CACHE_ARGUMENT, TargetBinding, Verification
+from ..targets.binding import TargetBinding, Verification
 from ..targets.prompt_forward import PromptForward, PromptOutput
 from ..targets.self_test import tolerance
 from ..targets.state_test import logits_error, probe_tokens

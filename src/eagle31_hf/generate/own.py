@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..cache.stock import held_length
+from ..cache.stock import CACHE_ARGUMENT, held_length
 from ..errors import UnsupportedGenerationError
 from ..loop.carried_cache import CacheResume, CarriedCache
 from ..loop.decoder import DecodingRequest, SpeculativeDecoder
@@ -17,7 +17,6 @@ from ..loop.text import Sequences
 from ..sampling.callers_code import CallersCode, NotFollowedError
 from ..sampling.draw import NOT_PLAIN
 from ..stats import SpeculationStats
-from ..targets.binding import CACHE_ARGUMENT
 from .call import Call, SpeculativeOutput, asked_tokens, left_padding, prompt_forward
 from .plain import asked_ahead, begun_again
 from .warm_up import warm_up_for

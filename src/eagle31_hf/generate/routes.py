@@ -20,13 +20,13 @@ from torch import nn
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import QuantizedCache
 
+from ..cache.grouped_attention import why_attention_is_unknown
 from ..cache.stock import held_length
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, IncompatibleTargetError, NotAttachedError, UnsupportedGenerationError
 from ..sampling.draw import why_noise_is_unknown
 from ..settings import require_count
-from ..targets.grouped_attention import why_attention_is_unknown
 from .call import READ_WITH_THE_PROMPT, Call, beside_tokens, has_positions_of_its_own, left_padding
 from .continuation import why_not_continued
 from .own import drafting_of

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..cache.stock import CACHE_ARGUMENT
 from ..sampling.draw import PositionNoise, perturbed
 from ..sampling.logits_processing import DraftWarping
-from ..targets.binding import CACHE_ARGUMENT
 
 TIE_ROUNDINGS = 2
 """A tie is a gap of at most so many times what the size of a block moves the logits."""

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from ..cache.grouped_attention import attending_grouped
 from ..cache.quantized import refuse_unquantizable
 from ..cache.spans import kinds_from_config
 from ..cache.speculative import SpeculativeCache
@@ -38,7 +39,6 @@ from ..cache.torch_internals import TorchDispatchMode
 from ..checkpoints.hub import target_class
 from ..errors import ConfigurationError, IncompatibleTargetError, MemoryPlanError, first_line
 from ..targets.binding import cache_argument
-from ..targets.grouped_attention import attending_grouped
 from ..targets.mixers import Mixers
 from .weights import Quantization
 

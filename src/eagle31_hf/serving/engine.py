@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..cache.grouped_attention import why_attention_is_unknown
 from ..drafter.assistant import Assistant
 from ..errors import UnsupportedGenerationError
 from ..loop.pair import Pair
 from ..sampling.logits_processing import end_ids
-from ..targets.grouped_attention import why_attention_is_unknown
 from ..texts.answer_forms import form_of
 from .api_errors import ApiError, TooLongError
 from .batch import Batch

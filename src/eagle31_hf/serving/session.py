@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
+from ..cache.stock import CACHE_ARGUMENT
 from ..drafter.assistant import Assistant
 from ..errors import ConfigurationError
 from ..sampling.logits_processing import sampling_options
 from ..stats import SpeculationStats
-from ..targets.binding import CACHE_ARGUMENT
 from ..texts.answer_forms import form_of
 from ..texts.chats import encode_chat
 from ..texts.decoder import IncrementalDecoder, RoundStreamer

@@ -16,27 +16,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ..cache.attention_in_parts import try_on
+from ..cache.grouped_attention import GROUPED, attending_grouped
+from ..cache.shared_changes import CHANGES, leave_cudnn_out
 from ..cache.speculative import SpeculativeCache
+from ..cache.stock import CACHE_ARGUMENT
 from ..config import MOST_ADDED_TOKENS, Eagle31Config
 from ..drafting.draft_tree import DraftTree
 from ..errors import IncompatibleTargetError
-from .attention_in_parts import try_on
 from .devices import warn_of_precision
-from .grouped_attention import GROUPED, attending_grouped
 from .mixers import Mixers, require_mixers
 from .quantized import OneTokenArithmetic, require_working_head
 from .rotation import most_positions, rotates_alike_up_to, rotations_left_alone
-from .shared_changes import CHANGES, leave_cudnn_out
 from .taps import HiddenStateTaps
 
-# transformers 5.24 renamed `past_key_values` to `cache`, in arguments of models and of `generate` and in outputs; until
-# 5.40 models still take the old name, with a warning. Before, models without attention had a name of their own for it.
-_OLD, _NEW = "past_key_values", "cache"
 OF_STATES_ALONE = "cache_params"
-CACHE_ARGUMENT = _NEW if _NEW in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else _OLD
-"""The name by which transformers hands a model its cache."""
+"""As `CACHE_ARGUMENT`: before transformers 5.24 models without attention had a name of their own for it."""
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..cache.shared_changes import CHANGES
 from ..cache.state_tape import GatedDelta, Recorded, SelectiveScan
-from .shared_changes import CHANGES
 
 _running = threading.local()
 

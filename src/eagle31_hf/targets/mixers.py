@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
+from ..cache.shared_changes import CHANGES, ReplacedForward
 from ..cache.spans import kinds_from_config
 from ..cache.states import StateLayer
 from ..errors import IncompatibleTargetError
 from .kernel_tape import hold_kernels, is_held, recording
-from .shared_changes import CHANGES, ReplacedForward
 
 STATE_CALLS = {"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"}
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import DynamicCache
 
-from .binding import CACHE_ARGUMENT, TargetBinding
+from ..cache.stock import CACHE_ARGUMENT
+from .binding import TargetBinding
 
 
 class PromptOutput(NamedTuple):

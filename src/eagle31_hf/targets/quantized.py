@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache.shared_changes import CHANGES, ReplacedForward
 from ..errors import IncompatibleTargetError
-from .shared_changes import CHANGES, ReplacedForward
 
 _SLICE_ELEMENTS = 2**24
 """Logits asked of a packed head at once, at most: 64 MiB in fp32."""

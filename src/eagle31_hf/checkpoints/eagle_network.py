@@ -17,7 +17,7 @@ number of operations. The split is restored wherever tensors leave this module (
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +28,11 @@ from transformers import Cache, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-from ..checkpoints.checks import check_tensor_infos
-from ..checkpoints.files import TensorInfo
-from ..checkpoints.layouts import FUSED_PROJECTIONS, expected_shapes, packable_shapes
+from ..cache.grouped_attention import grouped_attention
 from ..config import Eagle31Config
-from ..targets.grouped_attention import grouped_attention
-from .packed_linear import KeepsBufferDtypes
+from .checks import check_tensor_infos
+from .files import TensorInfo
+from .layouts import FUSED_PROJECTIONS, expected_shapes, packable_shapes
 
 
 def off_meta() -> AbstractContextManager[Any]:
@@ -241,6 +240,19 @@ class Eagle31DecoderLayer(nn.Module):
             attended, residual = self.input_layernorm(hidden), hidden
         hidden = residual + self.self_attn(attended, rotary, attention_mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class KeepsBufferDtypes(nn.Module):
+    """Mixed in before a module class: `.to(dtype)` moves its buffers but leaves their dtypes alone."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
 
 
 class RotaryTables(KeepsBufferDtypes, LlamaRotaryEmbedding):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..cache.torch_internals import attention_and_sums
+from .torch_internals import attention_and_sums
 
 logger = logging.getLogger(__name__)
 

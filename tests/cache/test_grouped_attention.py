@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from eagle31_hf.cache import attention_in_parts as in_parts
+from eagle31_hf.cache import grouped_attention as grouped
+from eagle31_hf.cache.attention_in_parts import attention_in_parts, finite
+from eagle31_hf.cache.grouped_attention import GROUPED, grouped_attention
 from eagle31_hf.drafting.shape import repeats_mask
-from eagle31_hf.targets import attention_in_parts as in_parts
-from eagle31_hf.targets import grouped_attention as grouped
-from eagle31_hf.targets.attention_in_parts import attention_in_parts, finite
 from eagle31_hf.targets.binding import TargetBinding
-from eagle31_hf.targets.grouped_attention import GROUPED, grouped_attention
 from helpers import GROUPED as GROUPED_SIZES
 from helpers import drafter_of, random_target, target_of
 
@@ -88,6 +88,7 @@ def test_without_a_mask_one_query_sees_everything_and_several_are_a_chain():
 
 
 @pytest.mark.parametrize("length", [6, 40])
+@torch.enable_grad()
 def test_gradients_are_those_of_attention_with_copied_keys(length):
     mask, gradients = tree_mask(1, 1, length, 60), []
     for attend in (grouped_attention, with_copies):

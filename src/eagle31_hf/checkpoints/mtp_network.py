@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, Cache
 
-from ..checkpoints.mtp import PACKED_MODULES
+from ..cache.grouped_attention import GROUPED
+from ..cache.stock import CACHE_ARGUMENT
 from ..config import MtpConfig
-from ..targets.binding import CACHE_ARGUMENT
-from ..targets.grouped_attention import GROUPED
-from .modeling_eagle31 import AttendingCache, DrafterOutput, Eagle31Network, off_meta
-from .packed_linear import KeepsBufferDtypes
+from .eagle_network import AttendingCache, DrafterOutput, Eagle31Network, KeepsBufferDtypes, off_meta
+from .mtp import PACKED_MODULES
 
 
 class MtpNetwork(Eagle31Network):

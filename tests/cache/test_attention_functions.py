@@ -17,11 +17,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from eagle31_hf.cache.grouped_attention import why_attention_is_unknown
+from eagle31_hf.cache.shared_changes import SharedChanges
 from eagle31_hf.errors import UnsupportedGenerationError
 from eagle31_hf.serving.engine import EngineSettings, within_what_the_target_can
 from eagle31_hf.targets import binding
-from eagle31_hf.targets.grouped_attention import why_attention_is_unknown
-from eagle31_hf.targets.shared_changes import SharedChanges
 from helpers import CONFIGS, assert_same_text, configured, left_padded, prompts_for, random_drafter, random_target
 
 
