@@ -39,12 +39,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt_bigcode": lambda: hf.GPTBigCodeConfig(**GPT),
     "opt": lambda: hf.OPTConfig(**SIZES, ffn_dim=80, word_embed_proj_dim=64, init_std=0.15),
     "biogpt": lambda: hf.BioGptConfig(**SIZES, intermediate_size=80, initializer_range=0.15),
-    "whisper": lambda: hf.WhisperConfig(
-        vocab_size=96, d_model=64, num_hidden_layers=4, max_target_positions=LAST, init_std=0.15, suppress_tokens=None,
-        begin_suppress_tokens=None, decoder_start_token_id=1, **IDS,
-        **{f"{part}_{name}": size for part in ("encoder", "decoder")
-           for name, size in (("layers", 4), ("attention_heads", 4), ("ffn_dim", 96))},
-    ),
     "ctrl": lambda: hf.CTRLConfig(vocab_size=96, n_positions=LAST, n_embd=64, dff=80, n_layer=4, n_head=4, **IDS),
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"draft_top_k": 2, "draft_tree_size": 12}}

@@ -132,8 +132,7 @@ def _more_positions_than_there_are(call: Call) -> str | None:
 def _target_without_trees(call: Call) -> str | None:
     binding = call.drafter.binding
     unrecorded = "" if binding.mixers is None else binding.mixers.unrecorded
-    in_batches = binding.batch_unsupported_reason if call.batch_size > 1 else ""
-    return binding.tree_unsupported_reason or unrecorded or in_batches or None
+    return binding.tree_unsupported_reason or unrecorded or None
 
 
 def _a_chunk_of_one_token(call: Call) -> str | None:
@@ -142,11 +141,6 @@ def _a_chunk_of_one_token(call: Call) -> str | None:
     if chunk is None or not call.drafter.binding.has_states or (call.text_length - cached - 1) % chunk:
         return None
     return f"prefill_chunk_size={chunk} leaves a single token for a last chunk, and layers of the target keep states"
-
-
-def _pads_that_are_counted(call: Call) -> str | None:
-    why = call.drafter.binding.padding_unsupported_reason
-    return why if why and any(left_padding(call.input_ids, call.attention_mask)) else None
 
 
 def _what_sees_a_batch_as_one(call: Call) -> str | None:
@@ -240,7 +234,6 @@ AGAINST_OWN: tuple[Objection, ...] = (
     _foreign_cache,
     _a_chunk_of_one_token,
     _inputs_we_know_nothing_of,
-    _pads_that_are_counted,
     _what_sees_a_batch_as_one,
     _cache_of_a_batch,
     why_not_continued,

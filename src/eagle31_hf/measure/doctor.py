@@ -21,6 +21,7 @@ from ..sampling.logits_processing import processing_of
 from ..stats import USELESS_LENGTH
 from ..targets.binding import TargetBinding
 from ..targets.devices import precision_advice, precision_caution
+from ..targets.fresh_drafter import trained_context
 from ..targets.quantized import holds_packed_weights
 from ..texts.prompts import Prompt
 from .bench import PLAIN, Bench, BenchSettings, Method, Task, Writer
@@ -269,7 +270,7 @@ def preflight(subject: Subject) -> list[Finding]:
     config, binding = subject.drafter.config, subject.drafter.binding
     layers = ", ".join(map(str, binding.aux_layers))
     tokens, trained = len(subject.tokenizer), config.max_position_embeddings
-    wanted = binding.text_config.max_position_embeddings
+    wanted = trained_context(binding.text_config) or trained
     embedding = "its own" if config.own_embedding else "the target's"
     head = "its own" if config.own_lm_head else "rows of the target's"
     has_template = bool(getattr(subject.tokenizer, "chat_template", None))

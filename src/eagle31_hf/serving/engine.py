@@ -133,19 +133,17 @@ class Engine:
 def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> EngineSettings:
     """Settings under which texts that are written side by side do not feel each other.
 
-    None gets so long that the target rotates it, and those beside it, otherwise; and they are written one after the
-    other where the target cannot verify batches.
+    None gets so long that the target rotates it, and those beside it, otherwise.
     """
     binding = drafter.binding
     if why := binding.tree_unsupported_reason or why_attention_is_unknown(binding.model):
         raise UnsupportedGenerationError(
             f"{why}; only targets that our own loop serves can write texts side by side: use generate, which falls back"
         )
-    rows = 1 if binding.batch_unsupported_reason else settings.max_rows
     longest, why = binding.most_positions or settings.context, "the target's positions end"
     if (limit := binding.rotates_alike_up_to) is not None:
         pair = Pair.of(drafter)
-        drafts = pair.drafting(rows=rows, sampled=True, processing=None, new_tokens=settings.context)
+        drafts = pair.drafting(rows=settings.max_rows, sampled=True, processing=None, new_tokens=settings.context)
         held = limit - drafts.shape.depth
         if held < 2:
             raise UnsupportedGenerationError(
@@ -156,4 +154,4 @@ def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> 
             longest, why = held, f"behind {limit} the target rotates all positions in another way"
     if longest < settings.context:
         logger.warning("eagle31: texts of up to %d tokens are served instead of %d: %s", longest, settings.context, why)
-    return replace(settings, max_rows=rows, context=min(longest, settings.context))
+    return replace(settings, context=min(longest, settings.context))

@@ -91,8 +91,6 @@ class TargetBinding:
         self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
         self.rotates_alike_up_to = rotates_alike_up_to(_decoder_of(self.model))  # tokens; `None`: any text
         self.most_positions = most_positions(_decoder_of(self.model), self.text_config)  # `None`: no end to them
-        self.batch_unsupported_reason = ""  # the same of batches
-        self.padding_unsupported_reason = ""  # the same of prompts with pads
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
         self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
         self.pair: object | None = None  # the `loop.pair.Pair` of this target and its drafter
@@ -202,8 +200,7 @@ class TargetBinding:
         apart = self.one_token_arithmetic.active() if verifies and self.one_token_arithmetic else nullcontext()
         with self.taps.turns(), apart:
             output = self._forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
-            logits = _wanted(output.logits, logits_to_keep, input_ids.shape[1])
-            return TargetOutput(logits=logits, aux=self.take_aux() if self.taps.are_open else None)
+            return TargetOutput(logits=output.logits, aux=self.take_aux() if self.taps.are_open else None)
 
     def _forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, cache: Any, logits_to_keep: int | Tensor
@@ -300,14 +297,6 @@ class Verification:
         """Which nodes see which: what the target takes as `attention_mask` for the placed tree."""
         ancestors, depths = (None, None) if tree.is_chain else (tree.ancestors, tree.positions)
         return self.cache.attention_mask(ancestors, depths, self.binding.compute_dtype)
-
-
-def _wanted(logits: Tensor, keep: int | Tensor, columns: int) -> Tensor:
-    """Those that `logits_to_keep` asks for, of a target that takes that argument and does not look at it (Whisper)."""
-    count = (keep or columns) if isinstance(keep, int) else len(keep)
-    if logits.shape[1] != columns or count >= columns:
-        return logits
-    return logits[:, -count:] if isinstance(keep, int) else logits[:, keep.to(logits.device)]
 
 
 def _unwrap(target: Any) -> PreTrainedModel:

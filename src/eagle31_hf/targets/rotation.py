@@ -41,7 +41,7 @@ def most_positions(decoder: nn.Module, config: Any) -> int | None:
         decoder: the part of a model that reads text.
         config: of that part.
     """
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
+    longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int):
         return None
     named = chain(decoder.named_parameters(), decoder.named_buffers())

@@ -34,7 +34,7 @@ FAILURES = (
 @torch.no_grad()
 def probe_tree_verification(binding: TargetBinding) -> None:
     """Set `binding.masks_by_type` and `binding.tree_unsupported_reason` (empty if trees are verified right)."""
-    reasons = _windows_of_its_own(binding)
+    reasons = _seen_without_a_forward(binding)
     if reasons:
         binding.tree_unsupported_reason = _failed(reasons[0])
         return
@@ -44,8 +44,6 @@ def probe_tree_verification(binding: TargetBinding) -> None:
             reasons.append(_why_wrong(binding, partial(error_of, binding, masks_by_type)))
             if not reasons[-1]:
                 binding.masks_by_type, binding.tree_unsupported_reason = masks_by_type, ""
-                binding.batch_unsupported_reason = _why_not_in_batches(binding)
-                binding.padding_unsupported_reason = _why_not_padded(binding)
                 return
     binding.tree_unsupported_reason = _failed(reasons[0])
 
@@ -66,12 +64,16 @@ def _failed(why: str) -> str:
     return f"the target failed the tree self-test ({why})"
 
 
-def _windows_of_its_own(binding: TargetBinding) -> list[str]:
-    """Windows under names that the cache does not know, in words.
+def _seen_without_a_forward(binding: TargetBinding) -> list[str]:
+    """What a target lacks, in words.
 
-    The model's own code masks by them, counting keys where they lie and not at their positions (GPT-Neo): in a batch,
+    Without positions it counts tokens where they lie, pads too. Windows under names that the cache does not know the
+    model's own code masks by, counting keys where they lie and not at their positions (GPT-Neo): in a batch,
     or where a tree branches, it sees too little, and only in texts that are longer than any that is tried here.
     """
+    takes_positions = "position_ids" in inspect.signature(binding.model.forward).parameters
+    if not (takes_positions or binding.has_states):  # states are never shown a pad
+        return ["its forward takes no position_ids"]
     config = binding.text_config
     longest = getattr(config, "max_position_embeddings", None) or math.inf
     found = {
@@ -114,23 +116,9 @@ def _probe_length(binding: TargetBinding) -> int:
     return min(window + 3, LONGEST_PROBE) if window else 6
 
 
-def _why_not_in_batches(binding: TargetBinding) -> str:
-    """Some models want a mask for each row of a batch. Where layers keep states, two rows were tried already."""
-    if binding.has_states:
-        return ""
-    why = _why_wrong(binding, partial(_tree_error, binding, binding.masks_by_type, rows=2))
-    return why and f"the target failed the tree self-test of a batch ({why})"
-
-
-def _why_not_padded(binding: TargetBinding) -> str:
-    """Where a forward takes no positions, `generate` tells it none, and pads may be counted (Whisper). Ours are not."""
-    if binding.has_states or "position_ids" in inspect.signature(binding.model.forward).parameters:
-        return ""
-    return "the target may count pads as positions of the text: its forward takes no position_ids"
-
-
-def _tree_error(binding: TargetBinding, masks_by_type: bool | None, *, rows: int = 1) -> float:
-    """Largest difference between tree and path logits, as a share of the logits' range; of `rows` that are alike."""
+def _tree_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
+    """Largest difference between tree and path logits, as a share of the logits' range, of two rows that are alike."""
+    rows = 2  # some models want a mask for each
     length = _probe_length(binding)
     tokens = probe_tokens(binding, length + 4)
     prefix, nodes = tokens[:, :length], tokens[:, length:]  # (1, length), (1, 4): root, its children a and b, c below a
