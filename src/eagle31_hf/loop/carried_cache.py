@@ -259,7 +259,8 @@ class CarriedCache:
         except BaseException:
             self.cache.layers = DynamicCache(config=self.config).layers  # empty, never half filled
             raise
-        text = sequences.cpu() if self.start.history is None else torch.cat((self.start.history, sequences.cpu()), 1)
+        text = sequences.to("cpu", copy=True)  # the caller may change what is returned
+        text = text if self.start.history is None else torch.cat((self.start.history, text), 1)
         self.cache.eagle31_state = Eagle31CacheState(  # type: ignore[attr-defined]
             token_ids=text,
             key_checksum=_checksum(self.cache),
