@@ -47,6 +47,13 @@ def read_in_pieces(batch: Batch, text: ServedText, *, writing: bool) -> None:
     batch.join()
 
 
+def assert_plain(batch: Batch, asked: Sequence[tuple[Any, ...]]) -> list[ServedText]:
+    """Texts of these `(prompt, new_tokens)`, or with a sampling, are those of `generate`."""
+    texts = [text_of(*each) for each in asked]
+    assert write_all(batch, texts) == [plain(batch.binding.model, *each) for each in asked]
+    return texts
+
+
 def write_all(batch: Batch, texts: Sequence[ServedText]) -> list[list[int]]:
     """Each joins as soon as there is a row for it, while others are written."""
     with torch.inference_mode():

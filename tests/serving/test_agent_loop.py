@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from eagle31_hf.demo import target_path
-from loopback import MODEL, TOOL_TEMPLATE, serving
+from loopback import TOOL_TEMPLATE, chat, serving
 
 FORMS = {
     "Hermes JSON": TOOL_TEMPLATE,
@@ -21,30 +21,11 @@ FORMS = {
     "JSON alone": TOOL_TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", ""),
 }
 TASK = [{"role": "user", "content": "Please book a table for two outside, pay for it, and tell me the receipt."}]
-ASKED = {"model": MODEL, "temperature": 0, "max_tokens": 120}
-
-
-class Restaurant:
-    """What can be called; each result names what the next call needs."""
-
-    def __init__(self):
-        self.calls: list[str] = []
-
-    def run(self, name: str, arguments: str) -> dict[str, str]:
-        self.calls.append(name)
-        return getattr(self, name)(**json.loads(arguments))
-
-    def find_table(self, people: int, outside: bool) -> dict[str, str]:
-        assert (people, outside) == (2, True)
-        return {"table": 'no. 7 "terrace"'}
-
-    def book(self, table: str) -> dict[str, str]:
-        assert table == 'no. 7 "terrace"'
-        return {"booking": "b-31"}
-
-    def pay(self, booking: str, share: float | None) -> dict[str, str]:
-        assert (booking, share) == ("b-31", None)
-        return {"receipt": "R<9>"}
+RESTAURANT = {  # calls that are right, and what comes of them
+    ("find_table", '{"people": 2, "outside": true}'): {"table": 'no. 7 "terrace"'},
+    ("book", '{"table": "no. 7 \\"terrace\\""}'): {"booking": "b-31"},
+    ("pay", '{"booking": "b-31", "share": null}'): {"receipt": "R<9>"},
+}
 
 
 def tool(name: str, **values: Any) -> Any:
@@ -73,48 +54,37 @@ STEPS = [
 ]
 
 
-def whole(client, **asked):
-    return client.chat.completions.create(**asked)
-
-
-def streamed(client, **asked):
+def streamed(client, messages, **asked):
     """Put together by the client's own helper."""
-    with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
-        for _ in stream:
-            pass
+    asked |= {"model": "demo", "temperature": 0, "stream_options": {"include_usage": True}}
+    with client.chat.completions.stream(messages=messages, **asked) as stream:
         return stream.get_final_completion()
 
 
 @pytest.fixture(scope="module", params=list(FORMS))
-def served_form(pair, request):
+def client(pair, request):
     pytest.importorskip("llguidance")
     tokenizer = AutoTokenizer.from_pretrained(target_path())
     tokenizer.chat_template = FORMS[request.param]
     with serving(pair._replace(tokenizer=tokenizer)) as made:
-        yield made
+        yield made.client()
 
 
-@pytest.mark.parametrize("ask", [whole, streamed])
-def test_four_turns_end_with_the_right_answer(served_form, ask):
-    client, restaurant = served_form.client(), Restaurant()
-    messages: list[Any] = list(TASK)
-    known: dict[str, str] = {}
-    ids, usages, finishes = [], [], []
+@pytest.mark.parametrize("ask", [chat, streamed])
+def test_four_turns_end_with_the_right_answer(client, ask):
+    messages, known, ids, answers = list[Any](TASK), dict[str, str](), set[str](), []
     for step in STEPS:
-        answer = ask(client, messages=messages, **ASKED, **step(known))
-        choice = answer.choices[0]
-        messages.append(choice.message.model_dump(exclude_none=True))
-        usages.append(answer.usage)
-        finishes.append(choice.finish_reason)
-        for call in choice.message.tool_calls or ():
-            result = restaurant.run(call.function.name, call.function.arguments)
+        answers.append(ask(client, messages, max_tokens=120, **step(known)))
+        message = answers[-1].choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls or ():
+            result = RESTAURANT[call.function.name, json.dumps(json.loads(call.function.arguments))]
             known |= result
-            ids.append(call.id)
+            ids.add(call.id)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)})
-    assert restaurant.calls == ["find_table", "book", "pay"]
-    assert choice.message.content == "Your receipt is R<9>."
-    assert finishes == ["tool_calls"] * 3 + ["stop"]
-    assert len(set(ids)) == 3
-    read = [usage.prompt_tokens for usage in usages]
-    assert read[2] > read[0] + 60, "calls and results come back in the prompt"
+    assert message.content == "Your receipt is R<9>."
+    assert [answer.choices[0].finish_reason for answer in answers] == ["tool_calls"] * 3 + ["stop"]
+    assert len(ids) == 3
+    usages = [answer.usage for answer in answers]
+    assert usages[2].prompt_tokens > usages[0].prompt_tokens + 60, "calls and results come back in the prompt"
     assert sum(usage.completion_tokens_details.accepted_prediction_tokens for usage in usages) > 10

@@ -107,10 +107,3 @@ def test_timings_count_what_usage_counts(served):
     pieces = [json.loads(line[len("data: ") :]) for line in lines[:-2]]
     assert [("timings" in piece) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert pieces[-1]["timings"]["predicted_n"] == 9
-
-
-def test_the_model_says_what_writes_and_how_much(served):
-    (model,) = HTTP.get(f"{served.url}/v1/models").json()["data"]
-    assert model["target"]
-    assert model["drafter"]
-    assert model["max_model_len"] > 0

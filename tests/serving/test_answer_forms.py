@@ -36,34 +36,18 @@ def as_json(call, arguments="arguments"):
     return json.dumps({"name": call[0], arguments: call[1]}, ensure_ascii=False)
 
 
-def value_text(value):
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def written(call, *, around="{}", between="\n", pair=None):
+    """A writer of calls by patterns: one of a call, of its name and arguments, where these have one of their own
+    `pair` by pair, else as JSON; and one around all of them."""
 
-
-def qwen_xml(calls):
-    def one(call):
-        inside = "".join(f"<parameter={k}>\n{value_text(v)}\n</parameter>\n" for k, v in call[1].items())
-        return f"<tool_call>\n<function={call[0]}>\n{inside}</function>\n</tool_call>"
-
-    return "\n".join(map(one, calls))
-
-
-def glm(calls):
-    def one(call):
-        inside = "".join(
-            f"<arg_key>{k}</arg_key>\n<arg_value>{value_text(v)}</arg_value>\n" for k, v in call[1].items()
+    def inside(arguments):
+        if pair is None:
+            return json.dumps(arguments)
+        return "".join(
+            pair.format(k, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for k, v in arguments.items()
         )
-        return f"<tool_call>{call[0]}\n{inside}</tool_call>"
 
-    return "\n".join(map(one, calls))
-
-
-def minimax(calls):
-    def one(call):
-        inside = "".join(f'<parameter name="{k}">{value_text(v)}</parameter>\n' for k, v in call[1].items())
-        return f'<invoke name="{call[0]}">\n{inside}</invoke>'
-
-    return "<minimax:tool_call>\n" + "\n".join(map(one, calls)) + "\n</minimax:tool_call>"
+    return lambda calls: around.format(between.join(call.format(name, inside(args)) for name, args in calls))
 
 
 def python(calls):
@@ -71,13 +55,6 @@ def python(calls):
         return f"{call[0]}({', '.join(f'{k}={v!r}' for k, v in call[1].items())})"
 
     return f"<|tool_call_start|>[{', '.join(map(one, calls))}]<|tool_call_end|>"
-
-
-def harmony(calls):
-    return "<|start|>assistant".join(
-        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
-        for name, arguments in calls
-    )
 
 
 def kimi(calls):
@@ -88,35 +65,35 @@ def kimi(calls):
     return f"<|tool_calls_section_begin|>{inside}<|tool_calls_section_end|>"
 
 
-def deepseek(calls, one, between):
-    inside = between.join(
-        f"<｜tool▁call▁begin｜>{one.format(name, json.dumps(arguments))}<｜tool▁call▁end｜>"
-        for name, arguments in calls
-    )
-    return f"<｜tool▁calls▁begin｜>{inside}<｜tool▁calls▁end｜>"
-
-
+DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 FORMS: dict[str, tuple[str, Any]] = {
     # what the chat template has, and how calls are written
     "Hermes JSON": ("<tool_call>", lambda calls: "\n".join(f"<tool_call>\n{as_json(c)}\n</tool_call>" for c in calls)),
-    "Qwen XML": ("<tool_call>\n<function=x>", qwen_xml),
-    "GLM XML": ("<tool_call>x<arg_key>", glm),
-    "MiniMax XML": ("<minimax:tool_call>", minimax),
+    "Qwen XML": ("<tool_call>\n<function=x>", written(
+        "<tool_call>\n<function={}>\n{}</function>\n</tool_call>", pair="<parameter={}>\n{}\n</parameter>\n")),
+    "GLM XML": ("<tool_call>x<arg_key>", written(
+        "<tool_call>{}\n{}</tool_call>", pair="<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n")),
+    "MiniMax XML": ("<minimax:tool_call>", written(
+        '<invoke name="{}">\n{}</invoke>', pair='<parameter name="{}">{}</parameter>\n',
+        around="<minimax:tool_call>\n{}\n</minimax:tool_call>")),
     "LFM2 (Python)": ("<|tool_call_start|>", python),
     "Nemotron JSON": ("<TOOLCALL>", lambda calls: f"<TOOLCALL>[{', '.join(map(as_json, calls))}]</TOOLCALL>"),
-    "Mistral": ("[TOOL_CALLS]x[ARGS]", lambda calls: "".join(
-        f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)),
+    "Mistral": ("[TOOL_CALLS]x[ARGS]", written("[TOOL_CALLS]{}[ARGS]{}", between="")),
     "Mistral JSON": ("[TOOL_CALLS]", lambda calls: f"[TOOL_CALLS] [{', '.join(map(as_json, calls))}]"),
     "Llama 3 JSON": ("<|python_tag|>", lambda calls: "<|python_tag|>" + as_json(calls[0], "parameters")),
     "Kimi K2": ("<|im_system|>tool_declare<|im_middle|>", kimi),
-    "DeepSeek R1": ("<｜tool▁call▁begin｜>x<｜tool▁sep｜>y\n```json", lambda calls: deepseek(
-        calls, "function<｜tool▁sep｜>{}\n```json\n{}\n```", "\n")),
-    "DeepSeek V3.1": ("<｜tool▁call▁begin｜>", lambda calls: deepseek(calls, "{}<｜tool▁sep｜>{}", "")),
+    "DeepSeek R1": ("<｜tool▁call▁begin｜>x<｜tool▁sep｜>y\n```json", written(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>", around=DEEPSEEK)),
+    "DeepSeek V3.1": ("<｜tool▁call▁begin｜>", written(
+        "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>", around=DEEPSEEK, between="")),
     "JSON alone": ("", lambda calls: f"[{', '.join(map(as_json, calls))}]"),
-    "gpt-oss (harmony)": ("<|channel|><|message|>", harmony),
+    "gpt-oss (harmony)": ("<|channel|><|message|>", written(
+        "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>", between="<|start|>assistant")),
 }  # fmt: skip
 AMONG_TEXT = set(FORMS) - {"JSON alone", "gpt-oss (harmony)"}
 ONE_CALL = {"Llama 3 JSON"}
+ENDED_BY_MARKS = {*ONE_CALL, "GLM XML", "MiniMax XML", "LFM2 (Python)", "Mistral JSON", "JSON alone"}
+"""Also by those within strings."""
 
 
 def tokenizer_of(name: str) -> Any:
@@ -341,19 +318,22 @@ def test_special_tokens_that_are_marks_are_shown(name):
     assert tokenizer.eos_token not in shown
 
 
+def assert_forced(tokenizer, tools, text):
+    """A call that has to be made may be written like this."""
+    grammar = call_grammar(form_of(tokenizer), tools, str(tokenizer.chat_template))
+    compiled = GrammarCompiler(tokenizer, len(tokenizer), frozenset([2])).compile("grammar", grammar)
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        assert compiled.matcher.consume_token(token), tokenizer.decode([token])
+    assert compiled.matcher.is_accepting()
+
+
 @pytest.mark.parametrize("name", list(FORMS))
 def test_forced_calls_are_read_back(name):
     pytest.importorskip("llguidance")
     tokenizer = tokenizer_of(name)
-    grammar = call_grammar(form_of(tokenizer), TOOLS, str(tokenizer.chat_template))
-    compiled = GrammarCompiler(tokenizer, len(tokenizer), frozenset([2])).compile("grammar", grammar)
-    own = {"Hermes JSON", "Qwen XML", "GLM XML"}
     calls = [("get_weather", {"text": "a b", "count": 3, "sure": True, "inner": {"x": [1]}})]
-    text = FORMS[name][1](calls) if name in own else as_json(calls[0])
-    matcher = compiled.matcher
-    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
-        assert matcher.consume_token(token), tokenizer.decode([token])
-    assert matcher.is_accepting()
+    text = FORMS[name][1](calls) if name in ("Hermes JSON", "Qwen XML", "GLM XML") else as_json(calls[0])
+    assert_forced(tokenizer, TOOLS, text)
     assert parsed(tokenizer, text) == ("", "", calls)
 
 
@@ -396,9 +376,4 @@ def test_values_are_read_and_forced_by_types_that_stand_elsewhere(name, values):
     tokenizer, calls = tokenizer_of(name), [("get_weather", values)]
     text = FORMS[name][1](calls)
     assert parsed(tokenizer, text, 3, tools=tools) == ("", "", calls)
-    grammar = call_grammar(form_of(tokenizer), tools, str(tokenizer.chat_template))
-    compiled = GrammarCompiler(tokenizer, len(tokenizer), frozenset([2])).compile("grammar", grammar)
-    matcher = compiled.matcher
-    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
-        assert matcher.consume_token(token), tokenizer.decode([token])
-    assert matcher.is_accepting()
+    assert_forced(tokenizer, tools, text)

@@ -105,6 +105,8 @@ def test_without_a_name_no_page_may_ask(served):
         ("/v1/nothing", {}, "Not Found"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "model is missing; GET /v1/models"),
         ("/v1/chat/completions", {"model": MODEL}, "messages is missing"),
+        ("/v1/completions", {"model": MODEL, "prompt": "A shop", "max_tokens": 0}, "max_tokens is 0 without echo"),
+        ("/v1/completions", {"model": MODEL, "prompt": ""}, "prompt is empty"),
     ],
 )
 def test_what_a_first_request_by_hand_forgets_is_named(served, path, body, says):

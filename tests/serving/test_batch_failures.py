@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from batches import batch_of, plain, read_in_pieces, text_of, write_all
+from batches import assert_plain, batch_of, plain, read_in_pieces, text_of, write_all
 
+from eagle31_hf.cache import row_pool
 from eagle31_hf.cache.row_pool import RowPool
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.drafter.session import DraftSession
@@ -18,8 +19,8 @@ from helpers import CONFIGS, random_drafter, random_prompts, random_target
 from memory_faults import Fault
 
 JOINING: dict[str, Callable[[], AbstractContextManager[Fault]]] = {
-    "the target's row is copied": lambda: Fault(1).after(RowPool, "_copy"),
-    "the drafter's row is copied": lambda: Fault(2).after(RowPool, "_copy"),
+    "the target's row is copied": lambda: Fault(1).after(row_pool, "copy_row"),
+    "the drafter's row is copied": lambda: Fault(2).after(row_pool, "copy_row"),
     "the drafter reads on": lambda: Fault(1).before(DraftSession, "_absorb"),
 }
 LEAVING: dict[str, Callable[[], AbstractContextManager[Fault]]] = {
@@ -54,8 +55,7 @@ def test_a_text_that_cannot_join_is_the_only_one_lost(family: str, where: str) -
         assert fault.raised
         batch.drop_reading()
     after = [[*prompts[1], *parked.writer.tokens, 7, 8, 9], prompts[2]]
-    written = write_all(batch, [text_of(prompt, 12) for prompt in after])
-    assert written == [plain(target, prompt, 12) for prompt in after]
+    assert_plain(batch, [(prompt, 12) for prompt in after])
     assert stays.writer.tokens == plain(target, prompts[0], 40)
 
 
@@ -70,8 +70,7 @@ def test_a_batch_whose_pools_are_out_of_step_begins_anew(where: str) -> None:
         assert fault.raised
         batch.reset()
     assert not batch.texts
-    written = write_all(batch, [text_of(prompt, 12) for prompt in prompts])
-    assert written == [plain(batch.binding.model, prompt, 12) for prompt in prompts]
+    assert_plain(batch, [(prompt, 12) for prompt in prompts])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])

@@ -6,13 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from batches import batch_of, plain, read_in_pieces, text_of, write_all
+from batches import assert_plain, batch_of, read_in_pieces, text_of
 
 from eagle31_hf.cache.states import StateLayer
 from eagle31_hf.memory.apply_plan import plan_of_run
 from eagle31_hf.memory.ledger import UPDATE, MemorySettings
 from eagle31_hf.memory.target_facts import read_target
-from eagle31_hf.serving.rows import ServedText
 from families import recurrent_target
 from helpers import configured, demo_tokenizer, random_drafter
 from loopback import LoadedPair, chat, serving
@@ -27,11 +26,7 @@ def test_texts_are_plains(family: str) -> None:
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
     dice = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 96, (length,), generator=dice).tolist() for length in (17, 1, 30, 2, 9, 12, 25, 4)]
-    wanted = {tuple(prompt): plain(target, prompt, 10 + number) for number, prompt in enumerate(prompts)}
-    texts = [text_of(prompt, 10 + number) for number, prompt in enumerate(prompts)]
-    write_all(batch_of(drafter, ROWS, context=64, chunk=16), texts)
-    for text in texts:
-        assert text.writer.tokens == wanted[tuple(text.request.prompt)], text.request.prompt
+    assert_plain(batch_of(drafter, ROWS, context=64), [(prompt, 10 + n) for n, prompt in enumerate(prompts)])
 
 
 def test_a_turn_is_resumed_where_the_last_one_ended_and_nowhere_else() -> None:
@@ -39,23 +34,13 @@ def test_a_turn_is_resumed_where_the_last_one_ended_and_nowhere_else() -> None:
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
     prompt = list(range(5, 25))
     with torch.inference_mode():
-        batch = batch_of(drafter, ROWS, context=128, chunk=16)
-
-        def write(prompt: list[int]) -> ServedText:
-            text = text_of(prompt, 12)
-            read_in_pieces(batch, text, writing=False)
-            while batch.texts:
-                batch.round()
-            return text
-
-        first = write(prompt)
+        batch = batch_of(drafter, ROWS, context=128)
+        (first,) = assert_plain(batch, [(prompt, 12)])
         asked = [*prompt, *first.writer.tokens, 7, 8, 9]
-        second = write(asked)
+        (second,) = assert_plain(batch, [(asked, 12)])
         assert second.usage.cached_tokens == len(prompt) + 12 - 1
-        third = write([*asked[:22], 40, 41, 42])
+        (third,) = assert_plain(batch, [([*asked[:22], 40, 41, 42], 12)])
         assert third.usage.cached_tokens == 0, "a state cannot go back"
-    for text in (first, second, third):
-        assert text.writer.tokens == plain(target, list(text.request.prompt), 12)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -92,11 +77,7 @@ def test_a_prompt_that_is_given_up_leaves_nothing() -> None:
         held = [state for layer in batch.cache.with_states for state in layer.held_states(0).values()]
         assert held
         assert not any(state.any() for state in held)
-        again = text_of(prompt, 8)
-        read_in_pieces(batch, again, writing=False)
-        while batch.texts:
-            batch.round()
-    assert again.writer.tokens == plain(target, prompt, 8)
+        assert_plain(batch, [(prompt, 8)])
 
 
 def test_eight_clients_at_once_get_the_texts_each_would_get_alone() -> None:

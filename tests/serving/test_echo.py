@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx2
 import pytest
 import torch
 
@@ -93,15 +92,6 @@ def test_a_stream_adds_up_to_the_whole(client, logprobs):
         for part in ("tokens", "text_offset", "token_logprobs"):
             told = [value for piece in pieces for value in getattr(piece.logprobs, part) or ()]
             assert told[1:] == pytest.approx(getattr(whole.logprobs, part)[1:], abs=1e-4)
-
-
-def test_nothing_to_write_is_an_error_without_an_echo(served):
-    body = {"model": MODEL, "prompt": "A shop", "max_tokens": 0}
-    told = httpx2.post(f"{served.url}/v1/completions", json=body)
-    assert (told.status_code, told.json()["error"]["param"]) == (400, "max_tokens")
-    assert "echo" in told.json()["error"]["message"]
-    wrong = httpx2.post(f"{served.url}/v1/completions", json={**body, "echo": "yes"})
-    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "echo")
 
 
 def test_texts_beside_an_echo_are_as_ever(client, pair):

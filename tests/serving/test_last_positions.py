@@ -6,20 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import transformers as hf
-from batches import batch_of, plain, text_of, write_all
+from batches import assert_plain, batch_of
 
 from eagle31_hf.serving.engine import Engine, EngineSettings
 from families import IDS
 from helpers import (
+    assert_same_text,
     configured,
     demo_tokenizer,
     left_padded,
-    oracle_drafts,
     random_drafter,
     random_target,
-    seeded,
     use_fixed_shapes_only,
 )
 from matrix import pairwise
@@ -41,6 +39,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "biogpt": lambda: hf.BioGptConfig(**SIZES, intermediate_size=80, initializer_range=0.15),
     "ctrl": lambda: hf.CTRLConfig(vocab_size=96, n_positions=LAST, n_embd=64, dff=80, n_layer=4, n_head=4, **IDS),
 }  # fmt: skip
+TO_THE_END = {"max_new_tokens": LAST - 9, "pad_token_id": 0}
 SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"draft_top_k": 2, "draft_tree_size": 12}}
 
 
@@ -55,17 +54,11 @@ def pair(family: str) -> tuple[Any, Any]:
 def test_a_text_may_reach_the_last_position(family: str, rows: int, shape: str, do_sample: bool) -> None:
     """Rows get there one after the other: those that have little left are drafted as far as the others."""
     model, drafter = pair(family)
-    prompts = [list(range(5 + row, 14 + row)) for row in range(rows)]
-    inputs, length = left_padded(prompts), 9
-    how = {"do_sample": do_sample, "max_new_tokens": LAST - length, "pad_token_id": 0}
-    with seeded(3):
-        wanted = model.generate(**inputs, **how)
-    for seed in range(3):
-        settings = {"num_assistant_tokens": 6, "num_assistant_tokens_schedule": "constant", **SHAPES[shape]}
-        with configured(drafter, **settings), oracle_drafts(wanted, length, seed), seeded(3):
-            assert torch.equal(wanted, model.generate(**inputs, assistant_model=drafter, **how))
-        assert drafter.stats is not None
-        assert (drafter.stats.loop, drafter.stats.reason) == ("own", "")
+    inputs = left_padded([list(range(5 + row, 14 + row)) for row in range(rows)])
+    settings = {"num_assistant_tokens": 6, **SHAPES[shape]}
+    for oracle in range(3):
+        assert_same_text(model, drafter, inputs, oracle=oracle, settings=settings, do_sample=do_sample, **TO_THE_END)
+        assert drafter.stats.reason == ""
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gptj"])
@@ -75,42 +68,33 @@ def test_graphs_keep_to_it_too(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     model, drafter = pair(family)
     for rows in (1, 3):
         inputs = left_padded([list(range(5 + row, 14 + row)) for row in range(rows)])
-        how = {"do_sample": False, "max_new_tokens": LAST - 9, "pad_token_id": 0}
-        wanted = model.generate(**inputs, **how)
-        with configured(drafter, num_assistant_tokens=6, acceleration="compile"), oracle_drafts(wanted, 9, right=3):
-            assert torch.equal(wanted, model.generate(**inputs, assistant_model=drafter, **how))
-        assert drafter.stats is not None
-        assert (drafter.stats.loop, drafter.stats.fallbacks) == ("own", [])
+        settings = {"num_assistant_tokens": 6, "acceleration": "compile", "num_assistant_tokens_schedule": "planned"}
+        assert_same_text(model, drafter, inputs, oracle=1, settings=settings, do_sample=False, **TO_THE_END)
+        assert drafter.stats.fallbacks == []
 
 
 def test_what_may_pass_it_is_left_to_plain_decoding() -> None:
     """It raises where the text gets there, and writes where the text ends before."""
     model, drafter = pair("gpt2")
-    inputs = left_padded([list(range(5, 14))])
-    free = model.generate(**inputs, do_sample=False, max_new_tokens=LAST - 9)[0].tolist()
-    how = {"do_sample": False, "max_new_tokens": 60, "pad_token_id": 0}
+    inputs, how = left_padded([list(range(5, 14))]), {"do_sample": False, "pad_token_id": 0}
+    free = model.generate(**inputs, max_new_tokens=LAST - 9, **how)[0].tolist()
     with pytest.raises(IndexError):
-        model.generate(**inputs, assistant_model=drafter, **how)
-    assert drafter.stats is not None
+        model.generate(**inputs, assistant_model=drafter, max_new_tokens=60, **how)
     assert "the target has 40 positions" in drafter.stats.reason
-    wanted = model.generate(**inputs, eos_token_id=free[-2], **how)
-    assert torch.equal(wanted, model.generate(**inputs, eos_token_id=free[-2], assistant_model=drafter, **how))
+    assert_same_text(model, drafter, inputs, loop="plain", eos_token_id=free[-2], max_new_tokens=60, **how)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gptj"])
 def test_a_served_text_at_its_last_position_fails_none_beside_it(family: str) -> None:
-    model, drafter = pair(family)
-    prompts = [(list(range(5, 14)), LAST - 9), (list(range(7, 30)), LAST - 23), (list(range(9, 15)), LAST - 6)]
-    settings = {"num_assistant_tokens": 6, "num_assistant_tokens_schedule": "constant"}
-    with configured(drafter, **settings):
+    _, drafter = pair(family)
+    with configured(drafter, num_assistant_tokens=6):
         batch = batch_of(drafter, 3, context=LAST, chunk=64)
-        written = write_all(batch, [text_of(*each) for each in prompts])
-    assert written == [plain(model, *each) for each in prompts]
+        assert_plain(
+            batch, [(list(range(start, end)), LAST - end + start) for start, end in ((5, 14), (7, 30), (9, 15))]
+        )
 
 
 def test_served_texts_end_where_positions_do() -> None:
-    _, drafter = pair("gpt2")
-    tokenizer: Any = demo_tokenizer()
-    engine = Engine(drafter, tokenizer, EngineSettings(context=512))
+    engine = Engine(pair("gpt2")[1], demo_tokenizer(), EngineSettings(context=512))
     engine.close(0)
     assert engine.settings.context == LAST

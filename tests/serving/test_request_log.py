@@ -46,13 +46,16 @@ def test_each_request_is_one_line_and_never_what_was_said(client, lines):
     assert SECRET not in "\n".join(told)
 
 
-def test_who_goes_away_is_one_line_too(client, lines):
+def test_a_client_that_goes_away_frees_its_row_and_is_one_line_too(served, client, lines):
+    requests = served.engine.scheduler.requests
+    cancelled = requests["cancelled"]
     stream = chat(client, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
     stream.close()
+    wait_until(lambda: requests["cancelled"] == cancelled + 1)
     with pytest.raises(openai.APITimeoutError):
         chat(client.with_options(timeout=0.3), extra_body={"ignore_eos": True}, n=4)
-    wait_until(lambda: len(lines()) == 2)
+    wait_until(lambda: len(lines()) == 2 and not served.engine.scheduler.texts)
     assert all("cancelled: " in line for line in lines())
 
 

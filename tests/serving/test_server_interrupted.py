@@ -22,18 +22,6 @@ def wait_until(condition, seconds=20):
         time.sleep(0.02)
 
 
-def test_a_client_that_goes_away_frees_its_row(served, client):
-    cancelled = served.engine.scheduler.requests.get("cancelled", 0)
-    stream = chat(client, stream=True, extra_body={"ignore_eos": True})
-    next(iter(stream))
-    stream.close()
-    wait_until(lambda: served.engine.scheduler.requests.get("cancelled", 0) == cancelled + 1)
-    with pytest.raises(openai.APITimeoutError):
-        chat(client.with_options(timeout=0.3), extra_body={"ignore_eos": True}, n=4)
-    wait_until(lambda: not served.engine.scheduler.texts)
-    assert served.engine.batch.texts == []
-
-
 def test_a_full_queue_says_when_to_come_back(pair):
     with serving(pair, replace(SIZES, max_rows=1, max_waiting=1)) as small:
         client = small.client()
