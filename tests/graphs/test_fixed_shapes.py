@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 
 from eagle31_hf.cache.graph_sizes import NODE_BUCKET, node_bucket, slot_bucket
 from eagle31_hf.drafting.draft_tree import DraftTree
+from eagle31_hf.graphs.captured import CapturesSteps
 from eagle31_hf.graphs.graphs import Graphs
 from eagle31_hf.graphs.steps import GraphKey
 from eagle31_hf.loop.accept import Accepted
@@ -190,3 +194,30 @@ def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> 
         told = target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, **asked)
     assert len(told.scores) == 20
     assert "advance" not in {kind for kind, *_ in Pair.of(drafter).graphs.keys}
+
+
+# --- where there are no graphs ----------------------------------------------------------------------------------------
+
+
+def test_a_target_on_several_devices_stays_eager(uncompiled: None) -> None:
+    drafter = pair_of("llama")
+    drafter.binding.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    plain, ours = write(drafter, random_prompts(1), **CHAIN)
+    assert torch.equal(plain, ours)
+    assert not Pair.of(drafter).graphs.keys
+
+
+def test_an_interrupt_while_compiling_is_not_swallowed(uncompiled: None) -> None:
+    drafter = pair_of("llama")
+    interrupted = mock.patch.object(CapturesSteps, "make", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        write(drafter, random_prompts(1), **CHAIN)
+    plain, ours = write(drafter, random_prompts(1), **CHAIN)
+    assert torch.equal(plain, ours)
+    assert drafter.stats.fallbacks == []
+
+
+def test_graphs_are_not_copied_with_their_target() -> None:
+    pair = Pair.of(pair_of("llama"))
+    assert copy.deepcopy(pair) is None
+    assert pickle.loads(pickle.dumps(pair)) is None

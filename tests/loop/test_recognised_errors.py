@@ -12,37 +12,29 @@ from eagle31_hf.loop.survive import is_out_of_memory
 from eagle31_hf.memory import cards
 from eagle31_hf.memory.cards import allocator_advice, driver_spills
 
+RAN_OUT: list[BaseException] = [
+    torch.OutOfMemoryError("CUDA out of memory."),
+    torch.cuda.OutOfMemoryError("HIP out of memory."),
+    RuntimeError("MPS backend out of memory (MPS allocated: 9.05 GB)"),
+    RuntimeError("Invalid buffer size: 24.00 GiB"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    MemoryError(),
+]
+OTHERS: list[BaseException] = [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    ValueError("CUDA out of memory"),
+    OSError("Cannot allocate memory"),
+    KeyboardInterrupt(),
+]
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory."),
-        torch.cuda.OutOfMemoryError("HIP out of memory."),
-        RuntimeError("MPS backend out of memory (MPS allocated: 9.05 GB)"),
-        RuntimeError("Invalid buffer size: 24.00 GiB"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
-        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
-        RuntimeError("CUDA error: out of memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        MemoryError(),
-    ],
-)
-def test_running_out_of_memory_is_recognised(error: Exception) -> None:
-    assert is_out_of_memory(error)
 
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
-        RuntimeError("CUDA error: device-side assert triggered"),
-        ValueError("CUDA out of memory"),
-        OSError("Cannot allocate memory"),
-        KeyboardInterrupt(),
-    ],
-)
-def test_nothing_else_is_taken_for_it(error: BaseException) -> None:
-    assert not is_out_of_memory(error)
+@pytest.mark.parametrize("error", [*RAN_OUT, *OTHERS])
+def test_running_out_of_memory_is_recognised_and_nothing_else(error: BaseException) -> None:
+    assert is_out_of_memory(error) == (error in RAN_OUT)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the allocator of a CPU is asked")
@@ -84,27 +76,17 @@ def test_drivers_of_windows_spill(monkeypatch: pytest.MonkeyPatch, system: str, 
     assert driver_spills() == spills
 
 
-@pytest.mark.parametrize("variable", cards.VARIABLES)
-def test_the_environment_is_read(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str
-) -> None:
-    monkeypatch.setattr(cards, "_advised", set())
-    monkeypatch.setattr(cards, "driver_spills", lambda: False)
-    for name in cards.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, EXPANDABLE)
-    cards.advise_once(torch.device("cuda"))
-    assert not caplog.records
-
-
-def test_advice_is_given_once_and_for_cuda_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("variable", [None, *cards.VARIABLES])
+def test_advice_is_given_once_for_cuda_only_where_the_environment_does_not_follow_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str | None
 ) -> None:
     caplog.set_level(logging.WARNING, "eagle31_hf")
     monkeypatch.setattr(cards, "_advised", set())
     monkeypatch.setattr(cards, "driver_spills", lambda: False)
     for name in cards.VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, EXPANDABLE)
     for device in ("cpu", "mps", "cuda", "cuda:0"):
         cards.advise_once(torch.device(device))
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == (variable is None)

@@ -1,4 +1,4 @@
-"""A carried cache that does not fit the text any more, or another pair's: it is found out, and the text is right."""
+"""Carried caches that do not fit the text any more, or cannot be: they are found out, and the text is right."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from carried_turns import (
     SLIDING,
     after_one_turn,
     assert_same_contents,
+    equal_rows,
     new_cache,
     ours,
     plain,
@@ -22,10 +23,12 @@ from carried_turns import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import BitsAndBytesConfig
+from torch import Tensor
+from transformers import BitsAndBytesConfig, DynamicCache
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.packed_linear import packed_tensors
+from eagle31_hf.errors import UnsupportedGenerationError
 from eagle31_hf.loop.carried_cache import fingerprint
 from helpers import drafter_of, oracle_drafts, random_drafter, random_prompts, target_of
 
@@ -200,3 +203,67 @@ def test_fingerprints_tell_how_a_drafter_is_packed(tmp_path):
     other = load(packings[1])
     next(iter(packed_tensors(other).values())).fill_(1)
     assert fingerprint(other) != found[1], "packed weights that were trained further"
+
+
+# --- what is refused, and turns that break off ------------------------------------------------------------------------
+
+
+def test_a_cache_of_other_rows_is_refused():
+    cache = new_cache("llama")
+    text = users_turn(plain("llama", equal_rows("llama"), past_key_values=cache))
+    with pytest.raises(UnsupportedGenerationError, match="1 rows"):
+        ours("llama", text[:1], cache)
+
+
+def test_a_mask_that_fits_neither_form_is_refused():
+    text, cache = after_one_turn("llama")
+    text = users_turn(text)
+    with pytest.raises(UnsupportedGenerationError, match="or only the tokens after"):
+        ours("llama", text[:, -3:], cache, attention_mask=torch.ones_like(text)[:, 1:])
+
+
+class Broken(Exception):
+    pass
+
+
+class BreakingStreamer:
+    def __init__(self, after: int):
+        self.left = after
+
+    def put(self, _tokens: Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Broken
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize("puts", [1, 3])  # in the prefill, in a later round
+@pytest.mark.parametrize("name", [*FULL, *SLIDING])
+def test_an_interrupted_turn_leaves_the_cache_usable(name, puts):
+    text, cache = after_one_turn(name)
+    text, before = users_turn(text), copy.deepcopy(cache)
+    with pytest.raises(Broken):
+        ours(name, text, cache, streamer=BreakingStreamer(puts))
+    assert_same_contents(cache, before)
+    with target_positions(name) as counts:
+        assert torch.equal(ours(name, text, cache), plain(name, text))
+    assert counts[0] == 6
+
+
+def test_a_failure_while_refilling_empties_the_cache(monkeypatch):
+    text, cache = after_one_turn("llama")
+    text = users_turn(text)
+    update = DynamicCache.update
+
+    def failing(self: DynamicCache, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if self is cache and layer_idx == 2:
+            raise Broken
+        return update(self, keys, values, layer_idx, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DynamicCache, "update", failing)
+        with pytest.raises(Broken):
+            ours("llama", text, cache)
+    assert cache.get_seq_length() == 0
+    assert torch.equal(ours("llama", text, cache), plain("llama", text))

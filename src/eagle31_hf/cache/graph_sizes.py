@@ -37,11 +37,6 @@ def node_bucket(num_nodes: int, most: int, *, exact: bool = False) -> int:
     return NODE_BUCKET if num_nodes <= NODE_BUCKET else -(-most // NODE_BUCKET) * NODE_BUCKET
 
 
-def step_width(num_tokens: int) -> int:
-    """Tokens of a draft step where there are `num_tokens`: the next power of 2."""
-    return 1 << (num_tokens - 1).bit_length()
-
-
 def cache_size(capacity: int, block: int, *, exact: bool = False) -> CacheSize:
     """A cache in which padded blocks of graphs have room, too. It grows by as much as rows get longer for graphs.
 

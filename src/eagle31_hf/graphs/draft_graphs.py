@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.graph_sizes import NODE_BUCKET, step_width
+from ..cache.graph_sizes import NODE_BUCKET
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import BARE_CHOICE, DraftChoice, grow_tree
 from ..drafter.session import DraftSession, DraftState
@@ -293,7 +293,7 @@ class CompiledDrafting:
     ) -> DraftState:
         """As `DraftSession.step`."""
         rows, size = tokens.shape
-        width = step_width(size)
+        width = 1 << (size - 1).bit_length()  # few sizes, for graphs
         eager = partial(self.session.step, tokens, feedback, after=after, depth=depth, ancestors=ancestors)
         self.session.cache.place(size, after=after)
         if not self.inputs.make_room(after + width):

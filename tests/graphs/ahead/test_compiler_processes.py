@@ -56,19 +56,9 @@ def test_what_fails_is_told_and_the_next_package_is_written(
     assert list(Path(processes._exported.name).glob("*.pt2")) == [], "what was handed on is cleared away"
 
 
-def test_a_process_that_is_killed(processes: CompilerProcesses, tmp_path: Path) -> None:
-    """By the system where memory runs out, say."""
-    written = processes.compile(exported(), tmp_path / "a.pt2")
-    while not processes._started:
-        time.sleep(0.01)
-    processes._started[0].kill()
-    with pytest.raises(CompilerError, match="has ended; memory may have run out"):
-        written.result()
-
-
 @pytest.mark.slow
 def test_two_of_which_the_first_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other goes on."""
+    """By the system where memory runs out, say; the other goes on."""
     hand_on_no_program(monkeypatch)
     both, compile_ = threading.Barrier(2, timeout=60), CompilerProcesses._compile
 
@@ -83,7 +73,7 @@ def test_two_of_which_the_first_is_killed(tmp_path: Path, monkeypatch: pytest.Mo
         """Whether each of two processes has answered."""
         jobs = [processes.compile(exported(), tmp_path / f"{number}.pt2") for number in range(2)]
         wait(jobs)
-        return ["has ended" not in str(job.exception()) for job in jobs]
+        return ["has ended; memory may have run out" not in str(job.exception()) for job in jobs]
 
     with CompilerProcesses(2) as processes:
         assert told(processes) == [True, True]

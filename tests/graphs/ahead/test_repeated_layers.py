@@ -8,18 +8,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from eagle31_hf import Eagle31Drafter
 from eagle31_hf.graphs.ahead.packed_weights import PackedWeights, pack_products
 from eagle31_hf.graphs.ahead.pieces import PieceProgram
 from helpers import CONFIGS, random_drafter, random_target
-
-
-def pair_of(family: str, layers: int) -> Eagle31Drafter:
-    config = CONFIGS[family]()
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = (config.layer_types * layers)[:layers]
-    return random_drafter(random_target(config), aux_layers=[0, 1, layers])
 
 
 def pieces_of(module: nn.Module, inputs: tuple[Any, ...], layers: set[type]) -> list[fx.GraphModule]:
@@ -40,23 +31,13 @@ class Forward(nn.Module):
         return self.model(tokens, use_cache=False).logits
 
 
-def pieces_of_target(drafter: Eagle31Drafter) -> list[fx.GraphModule]:
-    binding = drafter.binding
-    layers = {type(layer) for layer in binding.layers}
-    with torch.no_grad():
-        return pieces_of(Forward(binding.model), (torch.arange(6)[None],), layers)
-
-
-@pytest.mark.parametrize("layers", [4, 6])
-def test_layers_of_one_kind_are_one_piece(layers: int) -> None:
-    assert len(pieces_of_target(pair_of("llama", layers))) == 3, "before the layers, a layer, after them"
-
-
 def test_a_layer_that_does_something_else_is_a_piece_of_its_own() -> None:
-    drafter = pair_of("llama", 5)
-    layer = drafter.binding.layers[2]
-    layer.mlp.register_forward_hook(lambda module, args, output: output * 2)  # type: ignore[operator, union-attr]
-    assert len(pieces_of_target(drafter)) == 4
+    """Else there are three: before the layers, a layer, after them."""
+    binding = random_drafter(random_target(CONFIGS["llama"]()), aux_layers=[0, 1, 4]).binding
+    binding.layers[2].mlp.register_forward_hook(lambda module, args, output: output * 2)  # type: ignore[operator, union-attr]
+    with torch.no_grad():
+        pieces = pieces_of(Forward(binding.model), (torch.arange(6)[None],), {type(layer) for layer in binding.layers})
+    assert len(pieces) == 4
 
 
 def test_layers_of_equal_code_and_other_shapes_are_told_apart() -> None:
