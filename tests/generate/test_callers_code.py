@@ -105,14 +105,12 @@ class Shorter(hf.MaxLengthCriteria):
     """Known to nobody by its type."""
 
 
-OF_TRANSFORMERS = ("none", "EosTokenCriteria")
 CRITERIA: dict[str, Callable[[], list[Any]]] = {
     **{rule.__name__: lambda rule=rule: [rule] for rule in (by_row, first_row, any_row, all_rows, by_text)},
     **{kind.__name__: lambda kind=kind: [kind()] for kind in (Calls, Clock)},
     "Shorter": lambda: [Shorter(max_length=30)],
     "LikeEos": lambda: [LikeEos(list(range(3, 96, 5)))],
     "EosTokenCriteria": lambda: [hf.EosTokenCriteria([3, 8, 13, 18, 23, 28])],
-    "none": lambda: [],
 }  # fmt: skip
 
 
@@ -127,8 +125,8 @@ def test_texts_end_and_are_shown_as_in_plain_decoding(kind: str, rows: int, do_s
         shown.append(Shown())
         return {"stopping_criteria": CRITERIA[kind](), **({"streamer": shown[-1]} if streams else {})}
 
-    is_own = rows == 1 or (kind in OF_TRANSFORMERS and not streams)
-    why = "" if is_own else "Shown" if kind in OF_TRANSFORMERS else kind
+    is_own = rows == 1 or (kind == "EosTokenCriteria" and not streams)
+    why = "" if is_own else "Shown" if kind == "EosTokenCriteria" else kind
     for seed in range(3):
         inputs = prompts(rows, seed)
         how: dict[str, Any] = {"seed": 5, "do_sample": do_sample}
@@ -141,6 +139,16 @@ def test_texts_end_and_are_shown_as_in_plain_decoding(kind: str, rows: int, do_s
         ends = {"EosTokenCriteria": {3, 8, 13, 18, 23, 28}, "LikeEos": ends}.get(kind, set())
         written = [next((at + 1 for at, token in enumerate(row) if token in ends), len(row)) for row in new]
         assert drafter_of("llama").stats.new_tokens == sum(written), "pads are no new tokens"
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_streamer_is_shown_all_rows_of_a_batch_at_once(do_sample: bool) -> None:
+    shown = [Shown(), Shown()]
+    streamers = iter(shown)
+    how: dict[str, Any] = {"fresh": lambda: {"streamer": next(streamers)}, "do_sample": do_sample}
+    assert_plain(prompts(3), loop="plain", why="Shown", **how)
+    assert shown[0].blocks == shown[1].blocks
+    assert len(shown[0].blocks[1]) == 3
 
 
 # --- processors that keep state ---------------------------------------------------------------------------------------
