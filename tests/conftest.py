@@ -53,13 +53,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--few-row-runs",
-        type=int,
-        default=500,
-        help="runs of each sampling test that writes one or four rows at a time; docs tell of 20000",
-    )
-
-    parser.addoption(
         "--slice",
         type=int,
         default=1,
@@ -144,12 +137,6 @@ def _nothing_learnt_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_round_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that stands still: what is drafted depends on counts and bytes alone, so tests can count rounds."""
     monkeypatch.setattr(PhaseClock, "now", staticmethod(lambda: 0.0))
-
-
-@pytest.fixture
-def few_row_runs(request: pytest.FixtureRequest) -> int:
-    """How many seeded runs a slow sampling test makes."""
-    return request.config.getoption("--few-row-runs")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -24,10 +24,6 @@ def imported_by(code: str) -> set[str]:
     return set(json.loads(done.stderr.splitlines()[-1]))
 
 
-def imported_by_command(*words: object) -> set[str]:
-    return imported_by(f"from eagle31_hf.cli import main; sys.argv = {['eagle31', *map(str, words)]!r}; main()")
-
-
 @pytest.mark.parametrize("words", [["--help"], ["--version"], [], ["no-such-command"]])
 def test_the_list_of_commands_needs_nothing_heavy(words: list[str]) -> None:
     done = subprocess.run(
