@@ -120,8 +120,7 @@ class TreeGrowth:
                 f"tree size is {size}, but {len(self.scores)} levels hold the root and {self.num_candidates} "
                 f"candidates; wanted 1..{self.num_candidates + 1}: lower the size, or draft deeper or wider"
             )
-        all_scores = torch.cat(self.scores, dim=1)  # (B, M)
-        by_score = all_scores.sort(dim=1, descending=True, stable=True).indices
+        by_score = torch.cat(self.scores, dim=1).sort(dim=1, descending=True, stable=True).indices
         kept = by_score[:, : size - 1].sort(dim=1).values  # (B, N-1), ascending = topological
 
         draft_ids = torch.cat(self.draft_ids, dim=1).gather(1, kept)
@@ -135,14 +134,9 @@ class TreeGrowth:
             ancestors=ancestors,
             max_depth=min(len(self.scores), size - 1),
             max_children=min(self.top_k, size - 1),
-            scores=_prepend_zero(all_scores.gather(1, kept)),
         )
 
     def _renumber_parents(self, kept: Tensor) -> Tensor:
         """Candidate numbers of the kept nodes' parents -> their places among the kept, root first. `(B, N)`."""
         # How many of them come up to the parent: none up to the root, which is place 0.
-        return _prepend_zero(torch.searchsorted(kept, self.parents_of(kept), right=True))
-
-
-def _prepend_zero(values: Tensor) -> Tensor:
-    return torch.nn.functional.pad(values, (1, 0))
+        return torch.nn.functional.pad(torch.searchsorted(kept, self.parents_of(kept), right=True), (1, 0))

@@ -40,7 +40,6 @@ class DraftTree:
         ancestors: `(B, N, N)` bool; `[b, i, j]`: `j` is `i` or above it.
         max_depth: `D`, no accepted path is longer (known without asking the device; the longest may be shorter).
         max_children: no node has more children; at most 1 means the tree is a chain.
-        scores: `(B, N)` cumulative draft log-probability of each node, root 0; `None` if the drafter kept none.
         valid: `(B, N)` bool, the nodes that may be accepted, each with its ancestors; `None`: all of them. The others
             are verified in vain, so that forwards keep their shape.
     """
@@ -51,7 +50,6 @@ class DraftTree:
     ancestors: Tensor
     max_depth: int
     max_children: int
-    scores: Tensor | None = None
     valid: Tensor | None = None
 
     @classmethod

@@ -37,7 +37,6 @@ class DraftNodes(NamedTuple):
     parents: Tensor | None = None
     depths: Tensor | None = None
     ancestors: Tensor | None = None
-    scores: Tensor | None = None
 
     @classmethod
     def of(cls, tree: DraftTree, shape: DraftShape) -> DraftNodes:
@@ -50,7 +49,7 @@ class DraftNodes(NamedTuple):
             return DraftTree.chain(self.tokens if depth is None else self.tokens[:, : depth + 1])
         most = self.tokens.shape[1] - 1
         sizes = {"max_depth": min(shape.depth, most), "max_children": min(shape.top_k, most)}
-        tree = DraftTree(*self[:4], **sizes, scores=self.scores)  # type: ignore[arg-type]
+        tree = DraftTree(*self, **sizes)  # type: ignore[arg-type]
         return tree if depth is None else tree.cut_to(depth)
 
 
@@ -227,7 +226,7 @@ def _tree_step(
         return state
 
     grown = grow_tree(DraftState(told.root, told.feedback), step, drafter.draft_ids, told.roots, shape, choice)
-    return Drafted(levels[0], DraftNodes(grown.tokens, grown.parents, grown.depths, grown.ancestors, grown.scores))
+    return Drafted(levels[0], DraftNodes(grown.tokens, grown.parents, grown.depths, grown.ancestors))
 
 
 # --- a session by graphs ----------------------------------------------------------------------------------------------
