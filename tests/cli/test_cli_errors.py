@@ -102,7 +102,6 @@ REFUSED = {
     "serve --port 0 --card 'RTX 4090' --context 512": "got --card without a plan",
     "generate --prompt x --memory plan.json": "went in 0.2.0: pass --memory auto, and the options",
     # --- one command each
-    "generate --prompt x --device mps": "this machine has no mps device",
     "serve --port 0 --context 4000": "was made for texts of 2048 tokens",
     "serve --target nowhere --schedule pid": CHAINS.format("--schedule pid"),
     "serve --target nowhere --tree-width 2": CHAINS.format("--tree-width 2"),
@@ -160,6 +159,11 @@ def test_a_command_line_that_cannot_be_read_is_told_in_one_line(command, top):
 def test_nothing_is_suggested_where_nothing_is_alike(top):
     assert "did you mean" not in error_of("plan", "what is this", "--card", "RTX 4090")
     assert "did you mean" not in error_of("inspect", top / "another thing")
+
+
+def test_a_device_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "this machine has no cuda device" in error_of("generate", "--prompt", "x", "--device", "cuda")
 
 
 def test_a_hub_drafter_is_known_by_its_architecture(monkeypatch):

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from chat_rows import writing
+from tiny_training import drafted_along
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data import (
@@ -27,7 +27,6 @@ from eagle31_hf.training.objectives import (
     TOKEN_WEIGHT,
     AcceptanceModel,
     answering,
-    compute_features,
     cross_entropy,
     require_stage_two,
 )
@@ -88,25 +87,14 @@ def test_answers_keep_the_temperature_they_were_written_at(tmp_path: Any) -> Non
 
 def by_hand(drafter: Eagle31Drafter, found: Document) -> tuple[float, list[float]]:
     """Expected drafts over all starts of one document, and cross-entropy by step, each chain by `DraftSession`."""
-    ids, binding = torch.tensor([found.input_ids]), drafter.binding
-    features = compute_features(binding, ids, torch.arange(ids.shape[1])[None])
     expected, losses = 0.0, [0.0] * STEPS
-    for root in range(found.written_from, ids.shape[1] - 1):
-        session = DraftSession(drafter, batch_size=1, capacity=32, block=16)
-        session.absorb(ids[:, 1 : root + 1], features.aux[:, :root], [root])
-        state, reached = session.root, 1.0
-        for step in range(STEPS):
-            at = root + 1 + step
-            if at >= ids.shape[1]:
-                break
-            target_logits, logits = features.logits[0, at - 1], state.logits[0, 0]
-            reached *= chance(drafter, target_logits, logits, found, int(ids[0, at]))
+    for root in range(found.written_from, len(found.input_ids) - 1):
+        reached = 1.0
+        for step, (place, target_logits, logits) in enumerate(drafted_along(drafter, found, root, STEPS)):
+            reached *= chance(drafter, target_logits, logits[0], found, found.input_ids[place])
             expected += reached
             if int(target_logits.argmax()) in drafter.draft_ids.tolist():
-                log_p = target_logits.log_softmax(-1)[drafter.draft_ids]
-                losses[step] += cross_entropy(logits[None], log_p[None]).item()
-            if step + 1 < STEPS:
-                state = session.step(ids[:, at : at + 1], state.feedback, after=step, depth=step)
+                losses[step] += cross_entropy(logits, target_logits.log_softmax(-1)[drafter.draft_ids][None]).item()
     return expected, losses
 
 

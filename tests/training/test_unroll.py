@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_training import ROW, batch_of, make_documents, make_drafter, make_target
+from tiny_training import ROW, batch_of, drafted_along, make_documents, make_drafter, make_target
 from transformers import LlamaForCausalLM
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.training import objectives
 from eagle31_hf.training.data import Document, PackedDocuments, collate
 from eagle31_hf.training.objectives import (
@@ -28,26 +27,11 @@ def target() -> LlamaForCausalLM:
 
 def naive_losses(drafter: Eagle31Drafter, document: Document, steps: int) -> list[float]:
     """Sum of the losses of each step over one document, position by position, each chain drafted by `DraftSession`."""
-    ids, mask = document.input_ids, document.loss_mask
-    binding = drafter.binding
-    tokens = torch.tensor([ids])
-    features = compute_features(binding, tokens, torch.arange(len(ids))[None])
-    draft_ids = drafter.draft_ids
     sums = [0.0] * steps
-    for row in range(len(ids) - 2):
-        session = DraftSession(drafter, batch_size=1, capacity=len(ids) + steps, block=len(ids))
-        session.absorb(tokens[:, 1 : row + 2], features.aux[:, : row + 1], [row + 1])
-        state = session.root
-        for step in range(steps):
-            predicted = row + 2 + step
-            if predicted >= len(ids):
-                break
-            z = features.logits[0, predicted - 1]
-            if mask[predicted] and int(z.argmax()) in draft_ids.tolist():
-                log_p = z.log_softmax(-1)[draft_ids]
-                sums[step] += cross_entropy(state.logits[0], log_p[None]).item()
-            if step + 1 < steps:
-                state = session.step(tokens[:, predicted : predicted + 1], state.feedback, after=step, depth=step)
+    for root in range(1, len(document.input_ids) - 1):
+        for step, (place, z, logits) in enumerate(drafted_along(drafter, document, root, steps)):
+            if document.loss_mask[place] and int(z.argmax()) in drafter.draft_ids.tolist():
+                sums[step] += cross_entropy(logits, z.log_softmax(-1)[drafter.draft_ids][None]).item()
     return sums
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.training.data import Document, PackedBatch, PackedDocuments, collate
+from eagle31_hf.training.objectives import compute_features
 
 VOCABULARY, DRAFT_VOCABULARY, ROW = 61, 29, 24
 
@@ -50,3 +55,18 @@ def make_documents(count: int = 12, seed: int = 3) -> list[Document]:
 def batch_of(documents: list[Document], rows: int = 3) -> PackedBatch:
     data = PackedDocuments(documents, ROW, seed=0)
     return PackedBatch(**collate([data[i] for i in range(min(rows, len(data)))]))
+
+
+def drafted_along(
+    drafter: Eagle31Drafter, document: Document, root: int, steps: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """A chain along a text from its token `root` on, as it is drafted: of each step the place it answers for, the
+    target's logits `(V,)` for it and the drafter's `(1, Vd)`."""
+    ids = torch.tensor([document.input_ids])
+    features = compute_features(drafter.binding, ids, torch.arange(ids.shape[1])[None])
+    session = DraftSession(drafter, batch_size=1, capacity=ids.shape[1] + steps, block=ids.shape[1])
+    session.absorb(ids[:, 1 : root + 1], features.aux[:, :root], [root])
+    state = session.root
+    for step, place in enumerate(range(root + 1, min(root + 1 + steps, ids.shape[1]))):
+        yield place, features.logits[0, place - 1], state.logits[0]
+        state = session.step(ids[:, place : place + 1], state.feedback, after=step, depth=step)
