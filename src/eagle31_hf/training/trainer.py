@@ -132,7 +132,6 @@ class DistillationTrainer(Trainer):
             **{f"acceptance_at_{position}": value for position, value in enumerate(greedy.cumulative_acceptance, 1)},
             **{f"acceptance_length_{kind}": each.acceptance_length for kind, each in by_category(rounds[0]).items()},
             "served_length": served_length(rounds),
-            "served_error": served_error(rounds),
         }
         for texts, each in zip(self.known, rounds, strict=True):
             figures[f"served_length_at_{texts.temperature:g}"] = Acceptance.of(each).acceptance_length
@@ -184,21 +183,17 @@ class DistillationTrainer(Trainer):
 
         Few prompts are measured on, and the last steps, at the lowest learning rates, are worth more than their luck.
         """
-        assert self.state.best_model_checkpoint is not None, "Trainer asks only when there is one"
-        if self._last_is_as_good_as_best():
-            self.state.best_global_step = self.state.global_step
-            return
-        copy_weights(Path(self.state.best_model_checkpoint), self.model.drafter)
-
-    def _last_is_as_good_as_best(self) -> bool:
-        assert self.state.best_metric is not None, "there is a best checkpoint"
-        for entry in reversed(self.state.log_history):
-            if entry["step"] == self.state.global_step and "eval_served_error" in entry:
-                best, last = (self._rounds.get(int(step or 0)) for step in (self.state.best_global_step, entry["step"]))
-                # What an earlier run measured is not known text by text.
-                error = served_error(last, best) if last and best else entry["eval_served_error"]
-                return self.state.best_metric - entry["eval_served_length"] <= error
-        return False
+        state = self.state
+        assert state.best_model_checkpoint is not None, "Trainer asks only when there is one"
+        assert state.best_metric is not None, "there is a best checkpoint"
+        if state.global_step not in self._rounds:  # an earlier run ended behind its last step
+            self.evaluate()
+        # Text by text, but what an earlier run measured is known by its figure alone.
+        last, best = self._rounds[state.global_step], self._rounds.get(state.best_global_step)
+        if state.best_metric - served_length(last) <= served_error(last, best):
+            state.best_global_step = state.global_step
+        else:
+            copy_weights(Path(state.best_model_checkpoint), self.model.drafter)
 
 
 def by_category(rounds: Sequence[TextRounds]) -> dict[str, Acceptance]:
