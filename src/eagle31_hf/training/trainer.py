@@ -157,23 +157,21 @@ class DistillationTrainer(Trainer):
         """As `Trainer`."""
         try:
             super()._save_checkpoint(model, trial)
-        except TrainingError:
-            raise
-        except (OSError, SafetensorError, RuntimeError) as error:  # torch's file writer raises the last
+        except (
+            OSError,
+            CheckpointError,
+            SafetensorError,
+            RuntimeError,
+        ) as error:  # torch's file writer raises the last
             raise TrainingError(
-                f"the checkpoint at step {self.state.global_step} cannot be written ({first_line(error)}); "
-                f"training stopped and {self._kept()}. Make room on the disk and go on with resume"
+                f"the checkpoint at step {self.state.global_step} cannot be written ({first_line(error)}); training "
+                f"stopped and {self._kept()}. Go on with resume, when there is room on the disk if that was missing"
             ) from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """The drafter in the published layout, at training precision."""
         assert state_dict is None, "a drafter is never sharded: every process holds all of it"
-        try:
-            write_checkpoint(self.model.drafter.to_checkpoint(), Path(output_dir or str(self.args.output_dir)))
-        except CheckpointError as error:
-            if isinstance(error.__cause__, (OSError, SafetensorError)):
-                raise error.__cause__ from None  # `_save_checkpoint` says what was kept
-            raise TrainingError(f"the drafter at step {self.state.global_step} cannot be saved: {error}") from error
+        write_checkpoint(self.model.drafter.to_checkpoint(), Path(output_dir or str(self.args.output_dir)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         copy_weights(Path(resume_from_checkpoint), self.model.drafter)
