@@ -20,7 +20,6 @@ from helpers import (
     GROUPED,
     assert_same_or_own_tie,
     left_padded,
-    prompts_for,
     random_drafter,
     random_prompts,
     random_target,
@@ -53,22 +52,6 @@ def test_a_packed_target_in_bf16_writes_its_plain_text(saved: dict[str, Path], p
     drafter = random_drafter(target, aux_layers=[1, 2, 4], own_lm_head=False)
     assert drafter.dtype == torch.bfloat16
     assert_every_loop_agrees(target, drafter, random_prompts(1, seed=3), new_tokens=10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("packing", "head"), [("nf4-dq", "plain head"), ("nf4", "packed head"), ("int8", "packed head")]
-)
-@pytest.mark.thorough(every=3)
-def test_the_packed_demo_target_writes_its_plain_text(saved: dict[str, Path], packing: str, head: str) -> None:
-    target = load(saved["demo-target" if head == "plain head" else "demo-target, untied"], packing, **HEADS[head])
-    drafter = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target)
-    assert_every_loop_agrees(target, drafter, prompts_for("demo-target", 1), new_tokens=16)
-    # Its own drafts are still worth something: a wrong hidden state or head row would halve them.
-    inputs = left_padded(prompts_for("demo-target", 3)[2:]) | {"do_sample": False, "max_new_tokens": 40}
-    target.generate(**inputs, assistant_model=drafter)
-    assert drafter.stats is not None
-    assert drafter.stats.acceptance_length > 2
 
 
 @pytest.mark.contract
