@@ -46,7 +46,7 @@ from .layouts import (
     stored_name,
     written_layout,
 )
-from .mtp import TOKENIZER_FILE, find_head, refuse_lost_head, write_head
+from .mtp import TOKENIZER_FILE, find_head, refuse_lost_head
 
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
@@ -203,18 +203,20 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
         CheckpointFormatError: the tensors do not fit the config.
         CheckpointError: it cannot be written there; what was there stays.
     """
-    if isinstance(checkpoint.config, MtpConfig):
+    config, tensors = checkpoint.config, checkpoint.tensors
+    if isinstance(config, MtpConfig):
         if format != "mtp":
             raise ConfigurationError(f"an MTP head cannot be written as {format}; its layout is mtp")
-        _check_loaded(checkpoint.config, checkpoint.tensors)
-        return write_head(Path(folder), checkpoint.config, checkpoint.tensors)
+        _check_loaded(config, tensors)
+        fields = {**config.to_dict(), "architectures": ["MtpDrafter"]}
+        fields["dtype"] = TensorInfo.of(tensors["fc.weight"]).dtype
+        return replace_checkpoint(Path(folder), fields, tensors)
     layout = written_layout(format)
-    config, tensors = checkpoint.config, checkpoint.tensors
     check_expressible(layout, config)
     check_tensor_infos({name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, expected_shapes(config))
     _check_loaded(config, tensors)
     written = write_config_fields(layout, config, checkpoint.metadata)
-    written["torch_dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    written["torch_dtype"] = TensorInfo.of(tensors["fc.weight"]).dtype
     stored = {stored_name(layout, name): tensor for name, tensor in tensors.items()}
     if "d2t" in stored:
         stored["d2t"] = stored["d2t"].cpu().long()

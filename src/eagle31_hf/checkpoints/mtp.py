@@ -22,7 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from ..config import Eagle31Config, MtpConfig
+from ..config import MtpConfig
 from ..errors import CheckpointFormatError
 from .files import (
     CONFIG_FILE,
@@ -32,7 +32,6 @@ from .files import (
     open_shards,
     read_index,
     read_json,
-    replace_checkpoint,
     shard_paths,
     shown,
 )
@@ -294,17 +293,6 @@ def head_files(folder: Path) -> list[str]:
     if family is None:
         return weights
     return [*sorted(_named_files(folder, family.pattern(raw_config))), HEAD_FILE, TOKENIZER_FILE]
-
-
-def write_head(folder: Path, config: Eagle31Config, tensors: Mapping[str, Tensor]) -> None:
-    """Write a head into `folder` by itself; tensors by our names.
-
-    Raises:
-        CheckpointError: it cannot be written there; what was there stays.
-    """
-    fields = config.to_dict() | {"model_type": SAVED, "architectures": ["MtpDrafter"]}
-    fields["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    replace_checkpoint(folder, fields, tensors)
 
 
 def _files_with(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
