@@ -1,4 +1,4 @@
-"""Texts that come and go on a target whose layers keep states: each is plain decoding's, read in pieces or resumed."""
+"""Texts on a target whose layers keep states: what they are resumed from, what they take, what they leave."""
 
 from __future__ import annotations
 
@@ -17,16 +17,6 @@ from helpers import configured, demo_tokenizer, random_drafter
 from loopback import LoadedPair, chat, serving
 
 ROWS = 3
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1"])
-@pytest.mark.thorough(every=2)
-def test_texts_are_plains(family: str) -> None:
-    target = recurrent_target(family)
-    drafter = random_drafter(target, aux_layers=[1, 2, 3])
-    dice = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 96, (length,), generator=dice).tolist() for length in (17, 1, 30, 2, 9, 12, 25, 4)]
-    assert_plain(batch_of(drafter, ROWS, context=64), [(prompt, 10 + n) for n, prompt in enumerate(prompts)])
 
 
 def test_a_turn_is_resumed_where_the_last_one_ended_and_nowhere_else() -> None:

@@ -8,9 +8,10 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from eagle31_hf import NoDrafter
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.texts.chats import encode_chat
-from loopback import HTTP, MESSAGES, MODEL, QUESTION, SIZES, chat
+from loopback import HTTP, MESSAGES, MODEL, QUESTION, SIZES, chat, serving
 
 # --- the same text ----------------------------------------------------------------------------------------------------
 
@@ -21,6 +22,14 @@ def test_a_chat_is_what_generate_writes(client, pair):
     assert answer.choices[0].finish_reason == "stop"
     usage = answer.usage
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_a_target_without_a_drafter_answers_too(pair):
+    with serving(pair._replace(drafter=NoDrafter(pair.target))) as alone:
+        for _ in range(2):
+            assert chat(alone.client(), max_tokens=40).choices[0].message.content == pair.answer(
+                QUESTION, max_new_tokens=40
+            )
 
 
 def test_a_crowd_gets_the_same_texts_as_each_would_alone(client, pair):

@@ -6,24 +6,59 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from eagle31_hf import Eagle31Drafter, NoDrafter
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generate import routes
+from eagle31_hf.sampling.logits_processing import sampling_options
 from eagle31_hf.serving.session import ChatSession
 from eagle31_hf.texts.chats import encode_chat
-from helpers import GROUPED, random_drafter, random_target
+from helpers import GROUPED, random_drafter, random_target, seeded
+from mtp_targets import target_with_head
 
 USER_TURNS = [message["content"] for message in CONVERSATIONS[0] if message["role"] == "user"]
 
 
 @pytest.fixture
 def session(pair):
-    return ChatSession(pair.target, pair.drafter, pair.tokenizer, max_new_tokens=40)
+    return ChatSession(*pair, max_new_tokens=40)
 
 
 def plain(pair, session):
     """What the target alone writes to the conversation up to its last message."""
-    return pair.text(encode_chat(pair.tokenizer, session.messages[:-1]), max_new_tokens=40)
+    ids = torch.tensor([encode_chat(pair.tokenizer, session.messages[:-1])])
+    kwargs = {"max_new_tokens": session.max_new_tokens, "pad_token_id": 0, **sampling_options(session.temperature)}
+    with seeded(7):
+        written = pair.target.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)[0, ids.shape[1] :]
+    return pair.tokenizer.decode(written, skip_special_tokens=True)
+
+
+@pytest.fixture(params=["none", "qwen3_5_text", "glm4_moe_lite", "mellum"])
+def other_pair(pair, request, tmp_path):
+    """Without a drafter, or with a head of the target's own beside states, of latent attention, with a window."""
+    if request.param == "none":
+        return pair._replace(drafter=NoDrafter(pair.target))
+    sizes = {"vocab_size": len(pair.tokenizer), "max_position_embeddings": 512}
+    target = target_with_head(request.param, tmp_path, **sizes)
+    return pair._replace(target=target, drafter=Eagle31Drafter.from_pretrained(tmp_path, target=target))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_so_they_are_for_other_pairs_where_a_turn_is_undone(other_pair, temperature):
+    session = ChatSession(*other_pair, max_new_tokens=12, temperature=temperature, context=500)
+    for turn in ("Hi.", "Is it far?", None, "Which way?"):
+        if turn is None:
+            session.undo()
+            continue
+        with seeded(7):
+            answer = session.ask(turn)
+        assert answer.content == plain(other_pair, session)
+        assert answer.stats.loop == "own", answer.stats.reason
+    first, last = session.answers[0], session.answers[-1]
+    assert first.stats.prefilled_tokens == first.prompt_tokens
+    own = other_pair.drafter.binding
+    if not own.has_states and not own.text_config.__dict__.get("sliding_window"):  # those cannot be cut back
+        assert last.stats.prefilled_tokens <= last.prompt_tokens - first.prompt_tokens
 
 
 def test_turns_are_the_targets_own_and_only_what_is_new_is_read(pair, session):
@@ -90,7 +125,7 @@ def test_a_system_prompt_and_a_temperature_count_from_the_next_answer_on(pair, s
 
 
 def test_a_conversation_that_is_full_says_so_and_stays_as_it_was(pair):
-    session = ChatSession(pair.target, pair.drafter, pair.tokenizer, context=60)
+    session = ChatSession(*pair, context=60)
     session.ask(USER_TURNS[0])
     before = list(session.turns)
     with pytest.raises(ConfigurationError, match="60 are possible"):
@@ -100,7 +135,7 @@ def test_a_conversation_that_is_full_says_so_and_stays_as_it_was(pair):
 
 def test_a_pair_that_our_loop_cannot_serve_carries_no_cache(pair, monkeypatch):
     monkeypatch.setattr(pair.drafter.generation_config, "speculation_loop", "plain")
-    session = ChatSession(pair.target, pair.drafter, pair.tokenizer, max_new_tokens=40)
+    session = ChatSession(*pair, max_new_tokens=40)
     for turn in USER_TURNS:
         assert session.ask(turn).content == plain(pair, session)
     assert session.answers[-1].stats.loop == "plain"
@@ -112,13 +147,10 @@ def test_drawn_answers_that_another_loop_writes_get_no_cache_of_another_history(
     session.ask(USER_TURNS[0])
     session.set_temperature(1.0)
     for turn in (USER_TURNS[1], "How about eight?"):
-        torch.manual_seed(3)
-        answer = session.ask(turn)
+        with seeded(7):
+            answer = session.ask(turn)
         assert answer.stats.loop == "plain"
-        ids = torch.tensor([encode_chat(pair.tokenizer, session.messages[:-1])])
-        torch.manual_seed(3)
-        wanted = pair.target.generate(ids, do_sample=True, temperature=1.0, max_new_tokens=40)[0, ids.shape[1] :]
-        assert answer.content == pair.tokenizer.decode(wanted, skip_special_tokens=True)
+        assert answer.content == plain(pair, session)
         session.undo()
     session.set_temperature(0.0)
     assert session.ask(USER_TURNS[1]).content == plain(pair, session)
@@ -134,12 +166,11 @@ def test_a_chat_that_gets_longer_than_what_is_rotated_alike(pair, undoes):
         rope_scaling={**scaling, "original_max_position_embeddings": 50},
     )
     target = random_target(config)
-    session = ChatSession(target, random_drafter(target), pair.tokenizer, max_new_tokens=20)
+    pair = pair._replace(target=target, drafter=random_drafter(target))
+    session = ChatSession(*pair, max_new_tokens=20)
     session.ask("Hello there my friend")
     if undoes:
         session.undo()
     answer = session.ask(" ".join(USER_TURNS))
     assert answer.stats.loop == "plain"
-    ids = torch.tensor([encode_chat(pair.tokenizer, session.messages[:-1])])
-    wanted = target.generate(ids, do_sample=False, max_new_tokens=20)[0, ids.shape[1] :]
-    assert answer.content == pair.tokenizer.decode(wanted, skip_special_tokens=True)
+    assert answer.content == plain(pair, session)

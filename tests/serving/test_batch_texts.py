@@ -1,0 +1,112 @@
+"""Texts that come and go in a batch are those of `generate` after `manual_seed` of each one's seed, alone and in a
+crowd, drafted by any drafter or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import assert_plain, batch_of, plain, text_of, write_all
+
+from eagle31_hf import Eagle31Drafter, NoDrafter
+from eagle31_hf.demo import CONVERSATIONS
+from eagle31_hf.serving.text import Sampling
+from eagle31_hf.texts.chats import encode_chat
+from families import recurrent_target
+from helpers import configured, demo_tokenizer, drafter_of, random_drafter, target_of
+from matrix import pairwise
+from mtp_targets import target_with_head
+
+NEW_TOKENS = (24, 10, 30, 18, 40, 12, 21)
+SAMPLINGS = [
+    Sampling(temperature=1.0, seed=1),
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.7, seed=2, top_p=0.9),
+    Sampling(temperature=1.3, seed=3, top_k=30, min_p=0.01),
+    Sampling(temperature=0.9, seed=4, repetition_penalty=1.2),
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.0, seed=5),
+]
+CHAINS = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant", "acceleration": "eager"}
+
+
+def headed(family: str) -> Callable[[Path], Any]:
+    def make(folder: Path) -> Any:
+        target = target_with_head(family, folder, max_position_embeddings=512)
+        return Eagle31Drafter.from_pretrained(folder, target=target)
+
+    return make
+
+
+def states(family: str) -> Callable[[Path], Any]:
+    return lambda folder: random_drafter(recurrent_target(family), aux_layers=[1, 2, 3])
+
+
+DRAFTERS: dict[str, Callable[[Path], Any]] = {
+    "trained": lambda folder: drafter_of("demo-target"),
+    "none": lambda folder: NoDrafter(target_of("demo-target")),
+    "head beside states": headed("qwen3_5_text"),
+    "head of latent attention": headed("glm4_moe_lite"),
+    "head that sees a window": headed("mellum"),
+    **{f"on {family}": states(family) for family in ("qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1")},
+}
+
+
+@cache
+def chats() -> list[list[int]]:
+    """Each says what it asks for twice, so that answers have something to quote."""
+    said = [f"{messages[0]['content']} {messages[0]['content']}" for messages in CONVERSATIONS[:5]]
+    return [encode_chat(demo_tokenizer(), [{"role": "user", "content": each}]) for each in said]
+
+
+def ids(lengths: tuple[int, ...] = (17, 1, 30, 2, 9, 21, 4)) -> list[list[int]]:
+    dice = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 90, (length,), generator=dice).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize(("name", "rows", "schedule"), pairwise([*DRAFTERS], (1, 2, 4), ("constant", "planned")))
+def test_texts_that_come_and_go_are_those_of_generate(name: str, rows: int, schedule: str, tmp_path: Path) -> None:
+    drafter = DRAFTERS[name](tmp_path)
+    is_demo = name in ("trained", "none")
+    prompts = [*chats(), [5], [7]] if is_demo else ids()
+    fields = {} if name == "none" else {**CHAINS, "num_assistant_tokens_schedule": schedule}
+    with configured(drafter, **fields):
+        batch = batch_of(drafter, rows, context=256)
+        texts = assert_plain(batch, list(zip(prompts, NEW_TOKENS, SAMPLINGS, strict=True)))
+    assert batch.stats.drafted > 0
+    if is_demo:
+        assert batch.stats.accepted > 0
+        assert sum(text.usage.rounds for text in texts) < sum(NEW_TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.thorough(every=2)
+def test_a_text_takes_as_few_rounds_as_by_generate(temperature: float) -> None:
+    """Counted: alone and with three others, by chains of the same length."""
+    drafter = drafter_of("demo-target")
+    asked = [(chat, 40, Sampling(temperature=temperature, seed=100 + n)) for n, chat in enumerate(chats() * 2)]
+    rounds = tokens = 0
+    with configured(drafter, **CHAINS, speculation_loop="own"):
+        for each in asked:
+            plain(drafter.binding.model, *each, assistant_model=drafter)
+            rounds, tokens = rounds + drafter.stats.rounds, tokens + drafter.stats.new_tokens - 1
+        for rows in (1, 4):
+            texts = [text_of(*each) for each in asked]
+            write_all(batch_of(drafter, rows, context=512, chunk=32), texts)
+            served = sum(text.usage.completion_tokens for text in texts) / sum(text.usage.rounds for text in texts)
+            assert served >= 0.97 * tokens / rounds, rows
+
+
+def test_requests_without_a_seed_differ_and_are_drafted_alike() -> None:
+    drafter = drafter_of("demo-target")
+    with configured(drafter, **CHAINS):
+        batch = batch_of(drafter, 4, context=512, chunk=32)
+        written = write_all(batch, [text_of(chat, 40, Sampling(temperature=1.0)) for chat in chats() * 2])
+    assert batch.stats.acceptance_length > 1.5
+    half = len(chats())
+    assert all(one != other for one, other in zip(written[:half], written[half:], strict=True))
