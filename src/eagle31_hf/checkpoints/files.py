@@ -315,9 +315,7 @@ def _replace_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str
     new_config, new_weights = (folder / f".{name}.{os.getpid()}.tmp" for name in (CONFIG_FILE, WEIGHTS_FILE))
     try:
         new_config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        apart = {
-            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
-        }
+        apart = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         save_file(apart, new_weights, metadata={"format": "pt"})  # which takes no tensors of one storage
         new_weights.chmod(new_config.stat().st_mode)  # safetensors lets only the owner read what it writes
         # Without its config a folder is no checkpoint: old weights never meet the new config, nor the reverse.
