@@ -34,7 +34,7 @@ NO_DRAFTS: dict[str, Callable[[], Any]] = {
         vocab_size=96, emb_dim=64, n_layers=4, n_heads=4, max_position_embeddings=128, bos_token_id=1, eos_token_id=None
     ),
     "sees what comes later": lambda: hf.BigBirdConfig(**WITHOUT_PAD, pad_token_id=0, attention_type="original_full"),
-    "takes no positions, gives all logits": lambda: hf.WhisperConfig(
+    "takes no positions": lambda: hf.WhisperConfig(
         vocab_size=96, d_model=64, decoder_layers=4, decoder_attention_heads=4, bos_token_id=1, eos_token_id=None,
         pad_token_id=0, decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None,
     ),

@@ -15,12 +15,12 @@ from .spans import AttentionSpan, LayerSpans
 
 
 def full_mask(placement: Placement, visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mask `(1 or B, 1, T, slots)` of a full layer for block visibility `(1 or B, T, M)`."""
+    """Mask `(B, 1, T, slots)` of a full layer for block visibility `(1 or B, T, M)`."""
     hidden_value, nodes = torch.finfo(dtype).min, visible.shape[2]
     if placement.rows_alike:
         mask = torch.zeros(*visible.shape[:2], placement.longest + nodes, dtype=dtype, device=visible.device)
         mask[..., placement.longest :].masked_fill_(~visible, hidden_value)
-        return mask[:, None]
+        return mask[:, None].expand(placement.batch_size, -1, -1, -1)
     lengths = placement.lengths_tensor[:, None, None]
     shape = (len(lengths), *visible.shape[1:])
     slots = torch.arange(placement.longest + nodes, device=lengths.device)
@@ -33,7 +33,7 @@ def full_mask(placement: Placement, visible: Tensor, dtype: torch.dtype) -> Tens
 def window_mask(
     span: AttentionSpan, placement: Placement, depths: Tensor, visible: Tensor, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """Mask `(1 or B, 1, T, ring + M)` of a windowed layer, over its ring slots and then the block.
+    """Mask `(B, 1, T, ring + M)` of a windowed layer, over its ring slots and then the block.
 
     Args:
         depths: of every node of the block, `(1 or B, M)`; the last `T` are the queries.
@@ -51,7 +51,8 @@ def window_mask(
     batch_size = max(len(in_ring), len(in_block))
     hidden = ~torch.cat([part.expand(batch_size, -1, -1) for part in (in_ring, in_block)], dim=-1)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=lengths.device)
-    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+    mask.masked_fill_(hidden, torch.finfo(dtype).min)
+    return mask[:, None].expand(placement.batch_size, -1, -1, -1)
 
 
 def block_visibility(

@@ -250,7 +250,7 @@ class SpeculativeCache(Cache):
             none_is_causal: whether the model takes `None` for several queries without a past to mean a chain.
 
         Returns:
-            One float mask `(1 or B, 1, T, slots)`, or a dict of them by layer type; 0 is visible, `finfo.min` hidden.
+            One float mask `(B, 1, T, slots)`, or a dict of them by layer type; 0 is visible, `finfo.min` hidden.
             `None` stands for a mask that hides nothing: eager and SDPA read it so for a single query. Or for a chain;
             see `none_is_causal`.
         """

@@ -200,7 +200,8 @@ class TargetBinding:
         apart = self.one_token_arithmetic.active() if verifies and self.one_token_arithmetic else nullcontext()
         with self.taps.turns(), apart:
             output = self._forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
-            return TargetOutput(logits=output.logits, aux=self.take_aux() if self.taps.are_open else None)
+            logits = _wanted(output.logits, logits_to_keep, input_ids.shape[1])
+            return TargetOutput(logits=logits, aux=self.take_aux() if self.taps.are_open else None)
 
     def _forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, cache: Any, logits_to_keep: int | Tensor
@@ -297,6 +298,14 @@ class Verification:
         """Which nodes see which: what the target takes as `attention_mask` for the placed tree."""
         ancestors, depths = (None, None) if tree.is_chain else (tree.ancestors, tree.positions)
         return self.cache.attention_mask(ancestors, depths, self.binding.compute_dtype)
+
+
+def _wanted(logits: Tensor, keep: int | Tensor, columns: int) -> Tensor:
+    """Those that `logits_to_keep` asks for, of a target that does not look at that argument (Qwen2-Audio)."""
+    count = (keep or columns) if isinstance(keep, int) else len(keep)
+    if logits.shape[1] != columns or count >= columns:
+        return logits
+    return logits[:, -count:] if isinstance(keep, int) else logits[:, keep.to(logits.device)]
 
 
 def _unwrap(target: Any) -> PreTrainedModel:
