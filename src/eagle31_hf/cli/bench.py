@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -32,24 +32,16 @@ def _numbers(text: str) -> str:
 class BenchOptions:
     """What each method answers, and how."""
 
-    prompts: list[str] | None = field(
-        default=None,
-        metadata=option("[NAME=]FILE or [NAME=]DATASET, several times; default: the embedded ones."),
+    prompts: list[str] | None = option(
+        None, "[NAME=]FILE or [NAME=]DATASET, several times; default: the embedded ones."
     )
-    limit: int | None = field(default=None, metadata=option("Most prompts of each, spread over its rows.", min=1))
-    new_tokens: int = field(default=128, metadata=option("Most tokens of an answer.", min=3, panel=MORE))
-    temperature: float = field(default=0.0, metadata=option("0 is greedy.", min=0.0, panel=MORE))
-    batch: str = field(
-        default="1",
-        metadata=option("Rows written together, one or several numbers.", callback=_numbers, panel=MORE),
-    )
-    repeats: int = field(default=3, metadata=option("Passes over the prompts.", min=1, panel=MORE))
-    minutes: float = field(
-        default=3.0, metadata=option("Most minutes, compiling and warming up aside; 0: until all is measured.", min=0.0)
-    )
-    seed: int = field(
-        default=0, metadata=option("Of the first text; every other's follows from it.", min=0, panel=MORE)
-    )
+    limit: int | None = option(None, "Most prompts of each, spread over its rows.", min=1)
+    new_tokens: int = option(128, "Most tokens of an answer.", min=3, panel=MORE)
+    temperature: float = option(0.0, "0 is greedy.", min=0.0, panel=MORE)
+    batch: str = option("1", "Rows written together, one or several numbers.", callback=_numbers, panel=MORE)
+    repeats: int = option(3, "Passes over the prompts.", min=1, panel=MORE)
+    minutes: float = option(3.0, "Most minutes, compiling and warming up aside; 0: until all is measured.", min=0.0)
+    seed: int = option(0, "Of the first text; every other's follows from it.", min=0, panel=MORE)
 
 
 @command
@@ -61,12 +53,8 @@ def bench(
     source: PairSource,
     drafting: DraftOptions,
     options: BenchOptions,
-    price_per_hour: Annotated[
-        float | None, typer.Option(min=0.0, help="Of the machine, for the cost.", rich_help_panel=MORE)
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Draw speed by kind and acceptance by position here.")
-    ] = None,
+    price_per_hour: float | None = option(None, "Of the machine, for the cost.", min=0.0, panel=MORE),
+    plot: Path | None = option(None, "Draw speed by kind and acceptance by position here.", dir_okay=False),
     json_path: JsonOption = None,
 ) -> None:
     """Measure what a pair is worth here: plain generate, our loop, lookups and the drafter in turns."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -20,7 +20,7 @@ from rich.text import Text
 from ..errors import ConfigurationError, Eagle31Error, removal
 from ..serving.session import Answer, ChatSession, Piece
 from . import terminal
-from .options import command, error_line, make_console
+from .options import command, error_line, make_console, option
 from .pairs import DraftOptions, PairSource, load_pair
 
 HISTORY = "chat_history"
@@ -34,11 +34,11 @@ def chat(
     *,
     source: PairSource,
     drafting: DraftOptions,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, max=5.0, help="0 is greedy.")] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
-    colour: Annotated[bool, typer.Option(help="Colour tokens that were drafted and accepted.")] = True,
-    thoughts: Annotated[bool, typer.Option(help="Show what a thinking model thinks.")] = False,
+    system: str | None = option(None, "System prompt."),
+    temperature: float = option(0.0, "0 is greedy.", min=0.0, max=5.0),
+    max_new_tokens: int = option(512, "Longest answer.", min=1),
+    colour: bool = option(True, "Colour tokens that were drafted and accepted."),
+    thoughts: bool = option(False, "Show what a thinking model thinks."),
 ) -> None:
     """Chat with a pair: answers stream, history is not read twice, /help lists the commands."""
     console, read = make_console(), _reader()

@@ -24,7 +24,7 @@ from ..checkpoints.layouts import parts_to_copy, written_layout
 from ..config import MtpConfig
 from ..drafter.drafter import copy_from_target
 from ..errors import CheckpointNotFoundError, ConfigurationError
-from .options import command, make_console
+from .options import command, make_console, option
 
 UNKNOWN_TARGET = "TARGET"
 
@@ -34,18 +34,12 @@ def convert(
     *,
     source: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter.", show_default=False)],
     destination: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False, show_default=False)],
-    format: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Layout to write: {', '.join(WRITTEN_FORMATS)}; default: mla for latent attention, else plain."
-        ),
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(help="Folder or Hub id of the target, written down for the loaders that ask for it."),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite a checkpoint without asking.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    format: str | None = option(
+        None, f"Layout to write: {', '.join(WRITTEN_FORMATS)}; default: mla for latent attention, else plain."
+    ),
+    target: str | None = option(None, "Folder or Hub id of the target, written down for the loaders that ask for it."),
+    force: bool = option(False, "Overwrite a checkpoint without asking.", "--force", "-f"),
+    revision: str | None = option(None, "Branch, tag or commit of a Hub id."),
 ) -> None:
     """Write a drafter checkpoint in another layout; "plain" is the one vLLM and SGLang both read."""
     if format is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -20,7 +19,7 @@ from ..measure.plots import plot_drift
 from ..measure.readings import Subject
 from ..measure.tables import figure_table
 from ..texts.prompts import read_prompts
-from .options import MORE, JsonOption, command, make_console, write_json
+from .options import MORE, JsonOption, command, make_console, option, write_json
 from .pairs import PairSource, encode, load_pair
 from .progress import progress_bar
 
@@ -32,26 +31,14 @@ STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 def doctor(
     *,
     source: PairSource,
-    prompts: Annotated[
-        str | None, typer.Option(help="[NAME=]FILE or [NAME=]ORG/DATASET to examine with; default: of many kinds.")
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Most prompts; default: 20 of a file, spread over its rows, or all own ones.",
-            rich_help_panel=MORE,
-        ),
-    ] = None,
-    new_tokens: Annotated[
-        int, typer.Option(min=16, help="Tokens written after each prompt.", rich_help_panel=MORE)
-    ] = 48,
-    thorough: Annotated[
-        bool,
-        typer.Option("--thorough", help=f"Write all texts, instead of what {MINUTES:g} minutes allow."),
-    ] = False,
-    drift: Annotated[bool, typer.Option("--drift", help="Also probe for attention drift.")] = False,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the drift plot to this PNG or SVG.")] = None,
+    prompts: str | None = option(None, "[NAME=]FILE or [NAME=]ORG/DATASET to examine with; default: of many kinds."),
+    limit: int | None = option(
+        None, "Most prompts; default: 20 of a file, spread over its rows, or all own ones.", min=1, panel=MORE
+    ),
+    new_tokens: int = option(48, "Tokens written after each prompt.", min=16, panel=MORE),
+    thorough: bool = option(False, f"Write all texts, instead of what {MINUTES:g} minutes allow.", "--thorough"),
+    drift: bool = option(False, "Also probe for attention drift.", "--drift"),
+    plot: Path | None = option(None, "Write the drift plot to this PNG or SVG.", dir_okay=False),
     json_path: JsonOption = None,
 ) -> None:
     """Examine a pair: does it fit, is the text exact, how much is accepted, is it set up right?"""

@@ -25,7 +25,7 @@ from ..sampling.logits_processing import sampling_options
 from ..texts.decoder import IncrementalDecoder, RoundStreamer
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
-from .options import MORE, JsonOption, command, make_console, writable_json, write_json, write_svg
+from .options import MORE, JsonOption, command, make_console, option, writable_json, write_json, write_svg
 from .pairs import DraftOptions, LoadedPair, PairSource, encode, load_pair
 from .progress import progress_bar
 
@@ -43,10 +43,9 @@ CompareOption = Annotated[
 @command
 def demo(
     compare: CompareOption = True,
-    svg: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, callback=writable_json, help="Also draw the coloured answers into this SVG file."),
-    ] = None,
+    svg: Path | None = option(
+        None, "Also draw the coloured answers into this SVG file.", dir_okay=False, callback=writable_json
+    ),
     json_path: JsonOption = None,
 ) -> None:
     """Watch the embedded pair write, then measure it against plain decoding. Needs no network."""
@@ -60,23 +59,16 @@ def generate(
     *,
     source: PairSource,
     drafting: DraftOptions,
-    prompt: Annotated[str | None, typer.Option(help="What to answer.", show_default=False)] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Read the prompt from this file; - is standard input.", allow_dash=True, rich_help_panel=MORE
-        ),
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.", rich_help_panel=MORE)] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Of the random numbers; the same seed writes the same text, in half precision up to rounding.",
-            rich_help_panel=MORE,
-        ),
-    ] = None,
+    prompt: str | None = option(None, "What to answer.", show_default=False),
+    prompt_file: Path | None = option(
+        None, "Read the prompt from this file; - is standard input.", allow_dash=True, panel=MORE
+    ),
+    system: str | None = option(None, "System prompt.", panel=MORE),
+    max_new_tokens: int = option(128, "Longest answer.", min=1),
+    temperature: float = option(0.0, "0 is greedy.", min=0.0),
+    seed: int | None = option(
+        None, "Of the random numbers; the same seed writes the same text, in half precision up to rounding.", panel=MORE
+    ),
     compare: CompareOption = True,
     json_path: JsonOption = None,
 ) -> None:

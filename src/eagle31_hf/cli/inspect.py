@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..checkpoints import CheckpointSummary, inspect_checkpoint
 from ..config import Eagle31Config, MtpConfig
-from .options import JsonOption, command, count, make_console, write_json
+from .options import JsonOption, command, count, make_console, option, write_json
 
 
 @command
@@ -19,7 +19,7 @@ def inspect(
     path_or_id: Annotated[
         str, typer.Argument(help="Folder or Hub id of a drafter, or of a target with an MTP head.", show_default=False)
     ],
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    revision: str | None = option(None, "Branch, tag or commit of a Hub id."),
     json_path: JsonOption = None,
 ) -> None:
     """Tell what a drafter checkpoint is, from its headers alone."""

@@ -23,37 +23,28 @@ from ..drafter.loading import require_tokenizer
 from ..errors import ConfigurationError
 from ..texts.conversations import read_conversations
 from ..training.data import build_vocabulary, coverage
-from .options import command, count, make_console
+from .options import command, count, make_console, option
 
 
 @command
 def mtp(
     *,
     base: Annotated[str, typer.Argument(help="Folder or Hub id of a target that holds a head.", show_default=False)],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder to write the head to, alone, as a drafter in bfloat16.", file_okay=False),
-    ] = None,
-    into: Annotated[
-        Path | None,
-        typer.Option(help="Folder of a fine-tune of BASE to put the head back into.", file_okay=False, exists=True),
-    ] = None,
-    draft_vocab: Annotated[
-        int | None,
-        typer.Option(help="With --out: tokens that can be drafted; default: those that pay, when it is loaded.", min=1),
-    ] = None,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(help="With --draft-vocab: conversations (JSONL file or Hub data set) whose answers say which."),
-    ] = None,
-    state: Annotated[
-        Literal["normed", "raw"] | None,
-        typer.Option(help="With --out: the target's state that is read, behind its final norm or before it."),
-    ] = None,
-    feedback: Annotated[
-        Literal["normed", "raw"] | None, typer.Option(help="With --out: the head's own output that is fed back.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", "-f", help="With --out: overwrite a checkpoint.")] = False,
+    out: Path | None = option(None, "Folder to write the head to, alone, as a drafter in bfloat16.", file_okay=False),
+    into: Path | None = option(
+        None, "Folder of a fine-tune of BASE to put the head back into.", file_okay=False, exists=True
+    ),
+    draft_vocab: int | None = option(
+        None, "With --out: tokens that can be drafted; default: those that pay, when it is loaded.", min=1
+    ),
+    prompts: list[str] | None = option(
+        None, "With --draft-vocab: conversations (JSONL file or Hub data set) whose answers say which."
+    ),
+    state: Literal["normed", "raw"] | None = option(
+        None, "With --out: the target's state that is read, behind its final norm or before it."
+    ),
+    feedback: Literal["normed", "raw"] | None = option(None, "With --out: the head's own output that is fed back."),
+    force: bool = option(False, "With --out: overwrite a checkpoint.", "--force", "-f"),
 ) -> None:
     """Take the MTP head out of a target, or put it back into a fine-tune that was saved without it."""
     if (out is None) == (into is None):

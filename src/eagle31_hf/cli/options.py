@@ -4,7 +4,7 @@ A dataclass says once what options several commands take, and a command asks for
 
     @dataclass(frozen=True)
     class Reading:
-        depth: int = field(default=3, metadata=option("Levels read."))
+        depth: int = option(3, "Levels read.")
 
     @command
     def tell(reading: Reading) -> None: ...          # takes --depth and --traceback
@@ -18,7 +18,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -70,19 +70,20 @@ def token_count(text: str) -> int:
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-def option(help: str, *flags: str, panel: str | None = None, **more: Any) -> dict[str, Any]:
-    """Metadata of a dataclass field that is a command line option.
+def option(default: Any, help: str, *flags: str, panel: str | None = None, **more: Any) -> Any:
+    """A field of a dataclass, or a parameter's default, that is a command line option.
 
     Args:
         flags: its names; default: the field's.
         panel: the heading of the help under which it stands; default: the first one.
         more: what else `typer.Option` takes.
     """
-    return {"flags": flags, "option": {"help": help, "rich_help_panel": panel, **more}}
+    metadata = {"flags": flags, "option": {"help": help, "rich_help_panel": panel, **more}}
+    return field(default=default, metadata=metadata)
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """A command: the fields of its dataclass parameters are options, in the dataclass's place.
+    """A command: its parameters by `option` are options, and the fields of its dataclasses, in the dataclass's place.
 
     Errors of our tree become one red line on stderr and exit code 1; `--traceback` lets them through.
     """
@@ -105,7 +106,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     for name, parameter in inspect.signature(function).parameters.items():
         if name in groups:
             kinds = get_type_hints(groups[name], include_extras=True)
-            parameters += [_parameter(each, kinds[each.name]) for each in fields(groups[name])]
+            parameters += [_parameter(each.name, each, kinds[each.name]) for each in fields(groups[name])]
+        elif isinstance(parameter.default, Field):
+            parameters.append(_parameter(name, parameter.default, hints[name]))
         else:
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -115,20 +118,18 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return expanded
 
 
-def _parameter(each: Field, hint: Any) -> inspect.Parameter:
+def _parameter(name: str, each: Field, hint: Any) -> inspect.Parameter:
     """A tuple becomes a repeatable option."""
     if get_origin(hint) is tuple:
         hint = list[get_args(hint)[0]]  # type: ignore[misc]
     if "argument" in each.metadata:
         told: Any = typer.Argument(**each.metadata["argument"])
     else:
-        flags = each.metadata["flags"] or (f"--{each.name.replace('_', '-')}",)
+        flags = each.metadata["flags"] or (f"--{name.replace('_', '-')}",)
         told = typer.Option(*flags, **each.metadata["option"])
     default = inspect.Parameter.empty if each.default is MISSING else each.default
     default = list(default) if isinstance(default, tuple) else default
-    return inspect.Parameter(
-        each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, told]
-    )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, told])
 
 
 def _as_field(value: Any, each: Field) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,61 +63,44 @@ class LoadedPair:
 class PairSource:
     """What to load and how; the options `generate`, `chat`, `serve` and `bench` have in common."""
 
-    target: str | None = field(default=None, metadata=option("Folder or Hub id; default: the embedded one."))
-    drafter: str | None = field(
-        default=None,
-        metadata=option(
-            "Folder or Hub id of a drafter for that target; mtp: the head inside the target, which is the default "
-            "where there is one; none: drafts are looked up."
-        ),
+    target: str | None = option(None, "Folder or Hub id; default: the embedded one.")
+    drafter: str | None = option(
+        None,
+        "Folder or Hub id of a drafter for that target; mtp: the head inside the target, which is the default "
+        "where there is one; none: drafts are looked up.",
     )
-    dtype: Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"] = field(
-        default="auto",
-        metadata=option("Precision; auto is as stored, unless this machine has no arithmetic for that.", panel=LOADING),
+    dtype: Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"] = option(
+        "auto", "Precision; auto is as stored, unless this machine has no arithmetic for that.", panel=LOADING
     )
-    device: Literal["auto", "cpu", "cuda", "mps"] = field(
-        default="auto", metadata=option("Where to run.", panel=LOADING)
+    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "Where to run.", panel=LOADING)
+    adapter: str | None = option(None, "Folder or Hub id of a PEFT adapter for the target.", panel=LOADING)
+    device_map: str | None = option(
+        None, "Spread the target as transformers does: auto, balanced, or a JSON object.", panel=LOADING
     )
-    adapter: str | None = field(
-        default=None, metadata=option("Folder or Hub id of a PEFT adapter for the target.", panel=LOADING)
+    quantization: Literal["4bit", "8bit"] | None = option(
+        None, "Pack the target's weights with bitsandbytes (nf4, int8)."
     )
-    device_map: str | None = field(
-        default=None,
-        metadata=option("Spread the target as transformers does: auto, balanced, or a JSON object.", panel=LOADING),
+    memory: str | None = option(None, "auto: plan before loading, and keep to it.", panel=LOADING)
+    card: list[str] | None = option(
+        None, "With --memory auto: the card to plan for; default: this machine's.", panel=LOADING
     )
-    quantization: Literal["4bit", "8bit"] | None = field(
-        default=None, metadata=option("Pack the target's weights with bitsandbytes (nf4, int8).")
+    context: int | None = option(
+        None,
+        "With --memory auto, and in serve: tokens of the longest row, prompt and answer, e.g. 32k.",
+        parser=token_count,
+        metavar="TOKENS",
+        panel=LOADING,
     )
-    memory: str | None = field(
-        default=None,
-        metadata=option("auto: plan before loading, and keep to it.", panel=LOADING),
+    cache_type: Literal["auto", "full", "int8"] = option(
+        "auto", "How the target's keys and values are stored.", panel=LOADING
     )
-    card: list[str] | None = field(
-        default=None,
-        metadata=option("With --memory auto: the card to plan for; default: this machine's.", panel=LOADING),
+    acceleration: Literal["auto", "eager", "compile"] = option(
+        "auto",
+        "auto: graphs that `eagle31 warmup` made, if any; compile: make them now, which takes minutes.",
+        panel=LOADING,
     )
-    context: int | None = field(
-        default=None,
-        metadata=option(
-            "With --memory auto, and in serve: tokens of the longest row, prompt and answer, e.g. 32k.",
-            parser=token_count,
-            metavar="TOKENS",
-            panel=LOADING,
-        ),
-    )
-    cache_type: Literal["auto", "full", "int8"] = field(
-        default="auto", metadata=option("How the target's keys and values are stored.", panel=LOADING)
-    )
-    acceleration: Literal["auto", "eager", "compile"] = field(
-        default="auto",
-        metadata=option(
-            "auto: graphs that `eagle31 warmup` made, if any; compile: make them now, which takes minutes.",
-            panel=LOADING,
-        ),
-    )
-    chat_template: Path | None = field(
-        default=None,
-        metadata=option("Jinja file to use instead of the target's chat template.", dir_okay=False, panel=LOADING),
+    chat_template: Path | None = option(
+        None, "Jinja file to use instead of the target's chat template.", dir_okay=False, panel=LOADING
     )
 
     @property
@@ -140,16 +123,11 @@ class PairSource:
 class DraftOptions:
     """What to draft in a round."""
 
-    draft_tokens: int | None = field(default=None, metadata=option("Tokens drafted in a round.", min=1, panel=DRAFTS))
-    tree_width: int | None = field(
-        default=None, metadata=option("Children per draft token; 1 drafts a chain.", min=1, panel=DRAFTS)
-    )
-    tree_size: int | None = field(
-        default=None, metadata=option("Tokens verified per round with a tree.", min=2, panel=DRAFTS)
-    )
-    schedule: Literal["planned", "constant", "pid"] = field(
-        default="planned",
-        metadata=option("How the draft length follows what is accepted; serve takes no pid.", panel=DRAFTS),
+    draft_tokens: int | None = option(None, "Tokens drafted in a round.", min=1, panel=DRAFTS)
+    tree_width: int | None = option(None, "Children per draft token; 1 drafts a chain.", min=1, panel=DRAFTS)
+    tree_size: int | None = option(None, "Tokens verified per round with a tree.", min=2, panel=DRAFTS)
+    schedule: Literal["planned", "constant", "pid"] = option(
+        "planned", "How the draft length follows what is accepted; serve takes no pid.", panel=DRAFTS
     )
 
     def apply_to(self, drafter: Assistant) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -23,34 +23,27 @@ from .progress import waiting_for
 class PlanOptions:
     """What to plan for: most arguments of `plan_memory`."""
 
-    drafter: str | None = field(
-        default=None,
-        metadata=option(
-            "Folder or Hub id; mtp: the head inside the target, which is the default where there is one, else one "
-            "shaped like the target; none."
-        ),
+    drafter: str | None = option(
+        None,
+        "Folder or Hub id; mtp: the head inside the target, which is the default where there is one, else one "
+        "shaped like the target; none.",
     )
-    quantization: str | None = field(
-        default=None,
-        metadata=option("4bit, 8bit, or by name: bf16, bnb-nf4, fp8-block, mxfp4 ...", "--quantization", "--quant"),
+    quantization: str | None = option(
+        None, "4bit, 8bit, or by name: bf16, bnb-nf4, fp8-block, mxfp4 ...", "--quantization", "--quant"
     )
-    card: list[str] | None = field(
-        default=None, metadata=option("E.g. 'RTX 4090', 'M3 Ultra' or 24GB; default: this machine.")
+    card: list[str] | None = option(None, "E.g. 'RTX 4090', 'M3 Ultra' or 24GB; default: this machine.")
+    context: int | None = option(
+        None,
+        "Tokens of the longest row, prompt and answer, e.g. 32k; default: 8192, or as trained.",
+        parser=token_count,
+        metavar="TOKENS",
     )
-    context: int | None = field(
-        default=None,
-        metadata=option(
-            "Tokens of the longest row, prompt and answer, e.g. 32k; default: 8192, or as trained.",
-            parser=token_count,
-            metavar="TOKENS",
-        ),
-    )
-    batch: int = field(default=1, metadata=option("Rows."))
-    draft_tokens: int | None = field(default=None, metadata=option("Draft depth, 0 for none; default: what fits."))
-    tree_width: int | None = field(default=None, metadata=option("Children per draft token; 1 drafts a chain."))
-    tree_size: int | None = field(default=None, metadata=option("Tokens verified per round with a tree."))
-    prefill_chunk: int | None = field(default=None, metadata=option("Prompt tokens per forward; default: what fits."))
-    margin: int | None = field(default=None, metadata=option("Bytes of the card to leave free; default: 3 %."))
+    batch: int = option(1, "Rows.")
+    draft_tokens: int | None = option(None, "Draft depth, 0 for none; default: what fits.")
+    tree_width: int | None = option(None, "Children per draft token; 1 drafts a chain.")
+    tree_size: int | None = option(None, "Tokens verified per round with a tree.")
+    prefill_chunk: int | None = option(None, "Prompt tokens per forward; default: what fits.")
+    margin: int | None = option(None, "Bytes of the card to leave free; default: 3 %.")
 
     def plan(self, target: str) -> MemoryPlan:
         """What they ask for.
@@ -78,10 +71,8 @@ def plan(
         typer.Argument(help="Hub id or folder of a target, or e.g. 'Llama 3.1 8B'.", show_default=False),
     ],
     options: PlanOptions,
-    formulas: Annotated[
-        bool, typer.Option("--formulas", help="Show every term, when it is alive, and how it is computed.")
-    ] = False,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw what fills the card to this picture.")] = None,
+    formulas: bool = option(False, "Show every term, when it is alive, and how it is computed.", "--formulas"),
+    plot: Path | None = option(None, "Draw what fills the card to this picture.", dir_okay=False),
     json_path: JsonOption = None,
 ) -> None:
     """Plan a run's memory from configurations alone. Exit code 1 if it does not fit."""

@@ -10,7 +10,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from ..checkpoints.card import prepare_upload, upload
-from .options import JsonOption, command, make_console, write_json
+from .options import JsonOption, command, make_console, option, write_json
 
 
 @command
@@ -18,11 +18,11 @@ def push(
     *,
     folder: Annotated[Path, typer.Argument(help="Folder of the drafter.", exists=True, file_okay=False)],
     repository: Annotated[str, typer.Argument(help="Hub id, owner/name; made if it does not exist.")],
-    really: Annotated[bool, typer.Option("--upload", help="Upload; without it nothing leaves this machine.")] = False,
-    license: Annotated[str | None, typer.Option(help="Licence of the drafter, e.g. apache-2.0, for its card.")] = None,
-    private: Annotated[bool | None, typer.Option("--private/--public", help="Of a repository made now.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
-    create_pr: Annotated[bool, typer.Option(help="Propose the files instead of committing them.")] = False,
+    really: bool = option(False, "Upload; without it nothing leaves this machine.", "--upload"),
+    license: str | None = option(None, "Licence of the drafter, e.g. apache-2.0, for its card."),
+    private: bool | None = option(None, "Of a repository made now.", "--private/--public"),
+    revision: str | None = option(None, "Branch; default: main."),
+    create_pr: bool = option(False, "Propose the files instead of committing them."),
     json_path: JsonOption = None,
 ) -> None:
     """Publish a drafter with its card and records; shows what would be uploaded unless told to upload."""

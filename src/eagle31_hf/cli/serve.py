@@ -8,13 +8,10 @@ import re
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ..errors import ConfigurationError
 from ..texts.chats import shows_tools
-from .options import command, make_console
+from .options import command, make_console, option
 from .pairs import DraftOptions, LoadedPair, PairSource, load_pair
 
 DEFAULT_CONTEXT, DEFAULT_PREFILL_CHUNK = 4096, 256
@@ -27,26 +24,20 @@ def serve(
     *,
     source: PairSource,
     drafting: DraftOptions,
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
-    model_name: Annotated[str | None, typer.Option(help="Name clients ask for; default: the target's.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="EAGLE31_API_KEY", help="What clients have to show.", show_envvar=True)
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="Web page that browsers may let ask (http://localhost:3000); repeatable."),
-    ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Texts written at once.")] = 8,
-    max_waiting: Annotated[
-        int, typer.Option(min=1, help="Requests that may wait for a row; others are told to come back.")
-    ] = 64,
-    prefill_chunk: Annotated[
-        int | None,
-        typer.Option(min=16, help="Tokens of new prompts that are read between two passes of running texts."),
-    ] = None,
-    grace: Annotated[float, typer.Option(min=0.0, help="Seconds running texts get when the server stops.")] = 10.0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
+    host: str = option("127.0.0.1", "Address to listen on; beyond this machine only with a key."),
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", min=0, max=65535),
+    model_name: str | None = option(None, "Name clients ask for; default: the target's."),
+    api_key: str | None = option(None, "What clients have to show.", envvar="EAGLE31_API_KEY", show_envvar=True),
+    allow_origin: list[str] | None = option(
+        None, "Web page that browsers may let ask (http://localhost:3000); repeatable."
+    ),
+    max_batch: int = option(8, "Texts written at once.", min=1),
+    max_waiting: int = option(64, "Requests that may wait for a row; others are told to come back.", min=1),
+    prefill_chunk: int | None = option(
+        None, "Tokens of new prompts that are read between two passes of running texts.", min=16
+    ),
+    grace: float = option(10.0, "Seconds running texts get when the server stops.", min=0.0),
+    quiet: bool = option(False, "No line for each request.", "--quiet"),
 ) -> None:
     """Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running batch.
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Annotated
-
-import typer
 
 from ..generate.warm_up import warm_up
 from ..graphs.steps import GraphKey
 from ..measure.origin import origin
 from ..sampling.logits_processing import sampling_options
-from .options import JsonOption, command, count, make_console, write_json
+from .options import JsonOption, command, count, make_console, option, write_json
 from .pairs import PairSource, load_pair
 from .progress import waiting_for
 
@@ -19,8 +16,8 @@ from .progress import waiting_for
 @command
 def warmup(
     source: PairSource,
-    tokens: Annotated[int, typer.Option(min=1, help="Longest text to compile for, prompt and answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of later answers; 0 is greedy.")] = 0.0,
+    tokens: int = option(512, "Longest text to compile for, prompt and answer.", min=1),
+    temperature: float = option(0.0, "Of later answers; 0 is greedy.", min=0.0),
     json_path: JsonOption = None,
 ) -> None:
     """Compile a pair's graphs for this machine, and keep them. Takes minutes, once."""
