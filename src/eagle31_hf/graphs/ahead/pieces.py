@@ -167,6 +167,9 @@ def bound(
 
     prepared = [(codes[piece], [resolved(source) for source in sources]) for piece, sources in calls]
     ends = [resolved(source) for source in outputs]
+    for place, sources in enumerate([*(sources for _, sources in prepared), ends]):
+        if any(each[0] > place for each in sources if not isinstance(each, Tensor)):
+            raise IndexError("a piece reads what none before it has computed")
 
     def run(tensors: list[Tensor]) -> list[Tensor]:
         made = [tensors]
