@@ -273,6 +273,15 @@ def test_a_tokenizers_own_template_is_taken():
     assert parsed(tokenizer, "Yes.") == ("Yes.", "", [])
 
 
+@pytest.mark.parametrize("cut", [1, 4, None])
+@pytest.mark.parametrize("before", ["I use <tool_call> now. ", "<tool_call>\n"])
+def test_a_mark_that_is_only_mentioned_takes_no_call_along(before, cut):
+    calls = [("f-2", {"text": "x"})]
+    text = before + FORMS["Hermes JSON"][1](calls)
+    content, _, found = parsed(tokenizer_of("Hermes JSON"), f"{text} Done.", cut)
+    assert (content, found) == (f"{before.strip()}Done.", calls)
+
+
 def test_marks_within_marks_end():
     text = "<tool_call>" * 3000
     assert parsed(tokenizer_of("Hermes JSON"), text) == (text, "", [])

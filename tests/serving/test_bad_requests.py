@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from loopback import HTTP, MODEL, chat, error_of, serving
+from loopback import HTTP, MESSAGES, MODEL, chat, serving
 
 TOO_LONG = "this model's maximum context length is 512 tokens"
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+BANANA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "banana"}}}
+
+
 @pytest.mark.parametrize(
-    ("settings", "status", "says"),
+    ("fields", "status", "says"),
     [
         ({"model": "other"}, 404, "'demo' is"),
+        ({"model": None}, 400, "model is missing; GET /v1/models"),
+        ({"messages": None}, 400, "messages is missing"),
         ({"messages": []}, 400, "at least 1"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "wizard"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "text"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "text"),
         ({"temperature": 3}, 400, "temperature"),
         ({"n": 1000}, 400, "n:"),
         ({"max_tokens": 0}, 400, "max_tokens"),
@@ -23,22 +30,36 @@ TOO_LONG = "this model's maximum context length is 512 tokens"
         ({"stop": ["a"] * 99}, 400, "stop: List should have at most"),
         ({"stop": [""]}, 400, "stop[0]: String should have at least 1"),
         ({"tool_choice": "required"}, 400, "without tools"),
+        ({"tools": [TOOL]}, 400, "template has no place for tools"),
         ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
-        ({"response_format": {"type": "yaml"}}, 400, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "banana"}}}},
-            400,
-            "banana",
-        ),
+        ({"min_tokens": 9, "max_tokens": 5}, 400, "min_tokens is 9, and 5"),
+        ({"stop_token_ids": [10**6]}, 400, "stop_token_ids: a token id is 1000000"),
         ({"messages": [{"role": "user", "content": "many words " * 400}]}, 400, TOO_LONG),
         ({"max_tokens": 5000}, 400, TOO_LONG),
+        ({"prompt": "A shop", "max_tokens": 0}, 400, "max_tokens is 0 without echo"),
+        ({"prompt": ""}, 400, "prompt is empty"),
+        ({"guided_json": {"type": "object"}}, 400, "guided_json went in 0.2.0: pass structured_outputs with json"),
+        ({"bad_words": ["rain"]}, 400, "bad_words went in 0.2.0: forbid tokens by a logit_bias"),
+        ({"response_format": {"type": "yaml"}}, 400, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+        ({"response_format": BANANA}, 400, "banana"),
+        ({"structured_outputs": {"json": {"type": "object"}, "regex": "a"}}, 400, "json and structured_outputs.regex"),
+        ({"structured_outputs": {"json": "{"}}, 400, "structured_outputs.json: Value error, EOF"),
+        ({"structured_outputs": {"regex": "("}}, 400, "regex: this regular expression cannot be followed"),
+        ({"structured_outputs": {"grammar": "start: missing"}}, 400, "grammar: this grammar cannot be followed"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, 400, "GBNF went in 0.2.0: write the grammar in Lark's"),
+        ({"structured_outputs": {"jsn": {}}}, 400, "structured_outputs.jsn"),
+        ({"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, 400, "follow one of them"),
     ],
 )
-def test_bad_input_is_told_what_is_wrong_and_the_server_goes_on(client, pair, settings, status, says):
-    if "response_format" in settings:
+def test_bad_input_is_told_what_is_wrong_and_the_server_goes_on(served, client, fields, status, says):
+    if set(fields) & {"response_format", "structured_outputs"}:
         pytest.importorskip("llguidance")
-    assert says in error_of(client, status, **settings)["message"]
+    path = "completions" if "prompt" in fields else "chat/completions"
+    asks = {} if "prompt" in fields else {"messages": MESSAGES}
+    told = HTTP.post(f"{served.url}/v1/{path}", json={"model": MODEL, **asks, **fields})
+    assert told.status_code == status
+    assert says in told.json()["error"]["message"]
     assert chat(client, max_tokens=2).choices[0].message.content
 
 
@@ -66,9 +87,10 @@ def test_bodies_that_are_no_request_get_an_error_in_openais_shape(served, body, 
 
 
 def test_unknown_paths_and_methods_get_the_same_shape(served):
-    for told in (HTTP.get(f"{served.url}/v1/nothing"), HTTP.get(f"{served.url}/v1/chat/completions")):
-        assert told.status_code in (404, 405)
-        assert told.json()["error"]["message"]
+    for path, status, says in (("nothing", 404, "Not Found"), ("chat/completions", 405, "Method Not Allowed")):
+        told = HTTP.get(f"{served.url}/v1/{path}")
+        assert told.status_code == status
+        assert says in told.json()["error"]["message"]
 
 
 def test_a_key_is_asked_for(pair):
@@ -97,17 +119,3 @@ def test_browsers_let_the_pages_ask_that_were_named_and_no_others(pair):
 def test_without_a_name_no_page_may_ask(served):
     told = HTTP.get(f"{served.url}/v1/models", headers={"origin": "http://localhost:3000"})
     assert "access-control-allow-origin" not in told.headers
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "says"),
-    [
-        ("/v1/nothing", {}, "Not Found"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "model is missing; GET /v1/models"),
-        ("/v1/chat/completions", {"model": MODEL}, "messages is missing"),
-        ("/v1/completions", {"model": MODEL, "prompt": "A shop", "max_tokens": 0}, "max_tokens is 0 without echo"),
-        ("/v1/completions", {"model": MODEL, "prompt": ""}, "prompt is empty"),
-    ],
-)
-def test_what_a_first_request_by_hand_forgets_is_named(served, path, body, says):
-    assert says in HTTP.post(served.url + path, json=body).json()["error"]["message"]

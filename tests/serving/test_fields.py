@@ -148,26 +148,6 @@ def test_what_would_change_the_text_is_refused_by_name(served, name):
     assert told.json()["error"]["param"] == name
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens is 9, and 5"),
-        ({"stop_token_ids": [10**6]}, "stop_token_ids: a token id is 1000000"),
-        ({"guided_json": {"type": "object"}}, "guided_json went in 0.2.0: pass structured_outputs with json"),
-        ({"bad_words": ["rain"]}, "bad_words went in 0.2.0: forbid tokens by a logit_bias"),
-        ({"structured_outputs": {"json": {"type": "object"}, "regex": "a"}}, "json and structured_outputs.regex"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json: Value error, EOF"),
-        ({"structured_outputs": {"regex": "("}}, "regex: this regular expression cannot be followed"),
-        ({"structured_outputs": {"grammar": "start: missing"}}, "grammar: this grammar cannot be followed"),
-        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "GBNF went in 0.2.0: write the grammar in Lark's"),
-        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
-        ({"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "follow one of them"),
-    ],
-)
-def test_what_is_asked_wrongly_is_named(client, settings, says):
-    assert says in error_of(client, 400, extra_body=settings)["message"]
-
-
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_of_allowed_tools_no_other_is_offered(mode):
     other = {"type": "function", "function": {"name": "g"}}
@@ -203,24 +183,28 @@ def test_answers_come_back_as_clients_write_them(texts_of, changes):
     assert texts_of(messages=[*MESSAGES, answer, {"role": "tool", "tool_call_id": "1", "content": "y"}])
 
 
-def test_a_template_that_joins_arguments_to_text_gets_text(served, monkeypatch):
-    calls = "{% for message in messages %}{% for call in message.tool_calls or [] %}{{ CALL }}{% endfor %}{% endfor %}"
-    answer = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
-    prompts = []
-    for call in ("'(' + call.function.arguments + ')'", "'(' + (call.function.arguments | tojson) + ')'"):
-        monkeypatch.setattr(served.engine.tokenizer, "chat_template", calls.replace("CALL", call))
-        (text,) = Translator(served.engine).texts_of(parse(ChatBody, {"model": MODEL, "messages": [*MESSAGES, answer]}))
-        prompts.append(served.engine.tokenizer.decode(text.prompt))
-    assert prompts == ['({"x": 1})'] * 2
+CALLS = (
+    "{% for message in messages %}{% for call in message.tool_calls or [] %}{{ '(' + CALL + ')' }}{% endfor %}"
+    "{% endfor %}"
+)
+THOUGHTS = "{% for message in messages %}{{ message.reasoning_content }}{% endfor %}"
 
 
-@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_a_thought_comes_back_to_the_template(served, monkeypatch, field):
-    thoughts = "{% for message in messages %}{{ message.reasoning_content }}{% endfor %}"
-    monkeypatch.setattr(served.engine.tokenizer, "chat_template", thoughts)
-    answer = {"role": "assistant", "content": "Yes.", field: "Let me look."}
-    (text,) = Translator(served.engine).texts_of(parse(ChatBody, {"model": MODEL, "messages": [*MESSAGES, answer]}))
-    assert served.engine.tokenizer.decode(text.prompt) == "Let me look."
+@pytest.mark.parametrize(
+    ("template", "answer", "shown"),
+    [
+        (CALLS.replace("CALL", "call.function.arguments"), {"content": None, "tool_calls": [CALLED]}, '({"x": 1})'),
+        (CALLS.replace("CALL", "(call.function.arguments | tojson)"), {"tool_calls": [CALLED]}, '({"x": 1})'),
+        (THOUGHTS, {"content": "Yes.", "reasoning_content": "Let me look."}, "Let me look."),
+        (THOUGHTS, {"content": "Yes.", "reasoning": "Let me look."}, "Let me look."),
+    ],
+)
+def test_templates_get_calls_and_thoughts_as_they_take_them(served, monkeypatch, template, answer, shown):
+    """Some join arguments to text, others write them as JSON by themselves."""
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", template)
+    body = parse(ChatBody, {"model": MODEL, "messages": [*MESSAGES, {"role": "assistant", **answer}]})
+    (text,) = Translator(served.engine).texts_of(body)
+    assert served.engine.tokenizer.decode(text.prompt) == shown
 
 
 def test_nulls_of_tools_are_left_out(served, monkeypatch):

@@ -7,13 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
 
-import openai
 import pytest
 from transformers import AutoTokenizer
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.sampling.grammar import GrammarProcessor, OpenThought
-from loopback import MESSAGES, MODEL, TOOL_TEMPLATE, chat, serving
+from loopback import MESSAGES, MODEL, TOOL_TEMPLATE, serving
 
 FREE = "Tell me of a river."
 SCHEMA = {
@@ -34,18 +33,6 @@ WEATHER = {
         },
     },
 }
-
-
-def test_an_answer_follows_its_json_schema(client):
-    pytest.importorskip("llguidance")
-    wanted = {"type": "json_schema", "json_schema": {"name": "forecast", "schema": SCHEMA}}
-    told = json.loads(chat(client, response_format=wanted).choices[0].message.content)
-    assert set(told) == {"city", "day"}
-    assert told["day"] in ("Saturday", "Sunday")
-    drawn = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, temperature=1.5, seed=1, n=3, response_format=wanted
-    )
-    assert all(json.loads(choice.message.content)["day"] for choice in drawn.choices)
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5, "logit_bias": {"300": 2}}])
@@ -76,29 +63,6 @@ def test_json_is_drafted_inside_its_grammar(client, monkeypatch, how):
     )
     assert all(json.loads(text)["day"] for text in texts[0][:2])
     assert all(more >= less + 5 for more, less in zip(inside, without, strict=True)), (inside, without)
-
-
-@pytest.fixture(scope="module")
-def with_tools(pair):
-    """The same pair under a template that has a place for tools."""
-    tokenizer = AutoTokenizer.from_pretrained(target_path())
-    tokenizer.chat_template = TOOL_TEMPLATE
-    with serving(pair._replace(tokenizer=tokenizer)) as made:
-        yield made.client()
-
-
-@pytest.mark.parametrize("before", ["I use <tool_call> now. ", "<tool_call>\n"])
-def test_a_mark_that_is_only_mentioned_takes_no_call_along(with_tools, before):
-    pytest.importorskip("llguidance")
-    text = before + '<tool_call>\n{"name": "get_weather", "arguments": {"day": "Sunday"}}\n</tool_call>'
-    told = chat(with_tools, tools=[WEATHER], extra_body={"structured_outputs": {"choice": [text]}}).choices[0].message
-    assert [call.function.name for call in told.tool_calls] == ["get_weather"]
-    assert told.content.strip() == before.strip()
-
-
-def test_a_template_without_tools_says_so(client):
-    with pytest.raises(openai.BadRequestError, match="template has no place for tools"):
-        chat(client, tools=[WEATHER])
 
 
 @pytest.fixture(scope="module")
