@@ -320,3 +320,25 @@ SEEING_HYBRIDS: dict[str, SeeingFamily] = {
         extra=_grid,
     ),
 }  # fmt: skip
+
+
+# --- targets whose positions end --------------------------------------------------------------------------------------
+
+LAST = 40
+"""Positions that there are."""
+_GPT: dict[str, Any] = {
+    "vocab_size": 96, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": LAST, "initializer_range": 0.15, **IDS,
+}  # fmt: skip
+_ENDS: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "max_position_embeddings": LAST, **IDS,
+}  # fmt: skip
+ENDING: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: hf.GPT2Config(**_GPT),
+    "gptj": lambda: hf.GPTJConfig(**_GPT, rotary_dim=8),
+    "codegen": lambda: hf.CodeGenConfig(**_GPT, rotary_dim=8),
+    "gpt_bigcode": lambda: hf.GPTBigCodeConfig(**_GPT),
+    "opt": lambda: hf.OPTConfig(**_ENDS, ffn_dim=80, word_embed_proj_dim=64, init_std=0.15),
+    "biogpt": lambda: hf.BioGptConfig(**_ENDS, intermediate_size=80, initializer_range=0.15),
+    "ctrl": lambda: hf.CTRLConfig(vocab_size=96, n_positions=LAST, n_embd=64, dff=80, n_layer=4, n_head=4, **IDS),
+}  # fmt: skip

@@ -14,10 +14,11 @@ from batches import assert_plain, batch_of, plain, text_of, write_all
 
 from eagle31_hf import Eagle31Drafter, NoDrafter
 from eagle31_hf.demo import CONVERSATIONS
+from eagle31_hf.serving.engine import Engine, EngineSettings
 from eagle31_hf.serving.text import Sampling
 from eagle31_hf.texts.chats import encode_chat
-from families import recurrent_target
-from helpers import configured, demo_tokenizer, drafter_of, random_drafter, target_of
+from families import ENDING, LAST, recurrent_target
+from helpers import configured, demo_tokenizer, drafter_of, random_drafter, random_target, target_of
 from matrix import pairwise
 from mtp_targets import target_with_head
 
@@ -81,6 +82,17 @@ def test_texts_that_come_and_go_are_those_of_generate(name: str, rows: int, sche
     if is_demo:
         assert batch.stats.accepted > 0
         assert sum(text.usage.rounds for text in texts) < sum(NEW_TOKENS)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gptj"])
+def test_a_text_at_the_targets_last_position_fails_none_beside_it(family: str) -> None:
+    drafter = random_drafter(random_target(ENDING[family]()), aux_layers=[1, 2, 3])
+    prompts = ids((9, 23, 6))
+    with configured(drafter, num_assistant_tokens=6):
+        assert_plain(batch_of(drafter, context=LAST), [(prompt, LAST - len(prompt)) for prompt in prompts])
+    engine = Engine(drafter, demo_tokenizer(), EngineSettings(context=512))
+    engine.close(0)
+    assert engine.settings.context == LAST
 
 
 @pytest.mark.slow

@@ -67,17 +67,6 @@ def submit(made, told=None):
     return text
 
 
-def test_first_come_first_served_and_no_more_than_there_are_rows():
-    made = scheduler([3, 3, 3])
-    texts = [submit(made) for _ in range(3)]
-    made.turn()
-    assert made.batch.texts == texts[:2]
-    made.batch.ending = texts[:1]
-    made.turn()
-    made.turn()
-    assert made.batch.texts == texts[1:]
-
-
 def test_a_long_prompt_is_read_in_pieces_while_others_write_and_at_once_while_nobody_does():
     made = scheduler([30, 30])
     log = made.batch.log
@@ -100,17 +89,6 @@ def test_short_prompts_join_together_between_two_rounds():
         made.turn()
         begun.append(len(made.batch.began))
     assert [now - before for before, now in itertools.pairwise(begun)] == [5, 4, 3]
-
-
-def test_a_burst_fills_the_free_rows_before_the_queue():
-    made = scheduler(max_rows=8, max_waiting=20)
-    for _ in range(28):
-        submit(made)
-    with pytest.raises(ApiError, match="20 requests"):
-        submit(made)
-    made.turn()  # who has begun was counted before
-    with pytest.raises(ApiError, match="20 requests"):
-        submit(made)
 
 
 def test_what_is_cancelled_or_fails_makes_way():
