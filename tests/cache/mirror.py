@@ -79,7 +79,7 @@ class Mirror:
         return tokens
 
     def check(self) -> None:
-        assert self.cache.lengths == [len(row) for row in self.rows] == self.cache.lengths_tensor.tolist()
+        assert self.cache.lengths == [len(row) for row in self.rows] == self.cache.placement.lengths_tensor.tolist()
         for index, (layer, window) in enumerate(zip(self.cache.layers, self.windows, strict=True)):
             if not layer.is_initialized:
                 continue

@@ -106,22 +106,6 @@ def test_masks_equal_the_formula_after_every_round(seed, batch_size, shared, sla
             break
 
 
-def test_a_chain_needs_no_ancestors():
-    for lengths in ([4], [4, 4], [2, 9]):
-        for num_tokens in (1, 3, 9):
-            cache = SpeculativeCache(LayerKinds([None]), batch_size=len(lengths), capacity=40, block=9)
-            cache.place(9)
-            cache.commit(lengths)
-            cache.place(num_tokens)
-            got = cache.attention_mask()
-            chain = torch.ones(num_tokens, num_tokens).tril().bool().expand(len(lengths), -1, -1)
-            depths = torch.arange(num_tokens).expand(len(lengths), -1)
-            wanted = naive_mask(lengths, chain, depths, 0)
-            assert wanted.any() == (got is not None)
-            if got is not None:
-                assert torch.equal(got.expand_as(wanted), wanted)
-
-
 def test_the_first_chunk_needs_no_mask_where_none_is_causal():
     for windows, lengths, after, wants in (
         ([None], [0, 0], 0, False),

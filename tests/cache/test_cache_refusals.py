@@ -18,7 +18,7 @@ from helpers import GROUPED, WINDOW, first_row, target_of
 def spans_of(kind: str, capacity: int = 64, masks_by_type: bool | None = None, **fields):
     config = TEXT_FAMILIES[kind]() if kind in TEXT_FAMILIES else AutoConfig.for_model(kind, **{**GROUPED, **fields})
     cache = SpeculativeCache.from_config(config, batch_size=1, capacity=capacity, block=8, masks_by_type=masks_by_type)
-    return cache._spans
+    return cache.spans
 
 
 def cache_of(model):

@@ -55,7 +55,7 @@ def test_a_round_makes_one_rotary_table_at_most(
         session.absorb(torch.zeros(rows, max(before), dtype=torch.long), aux, list(before))
         for depth in range(5):
             session.step(torch.zeros(rows, 1, dtype=torch.long), session.root.feedback, after=depth, depth=depth)
-            wanted = rotary(session.cache.lengths_tensor[:, None] + depth)
+            wanted = rotary(session.cache.placement.lengths_tensor[:, None] + depth)
             assert all(map(torch.equal, session.rotary_at(depth), wanted))
     assert [tuple(positions.shape) for positions in tables] == [(rows, width) for width in widths]
 

@@ -70,11 +70,11 @@ class SpeculativeCache(Cache):
         device: torch.device | str = "cpu",
     ):
         self.capacity, self.slab, self.device = capacity, slab, torch.device(device)
-        self._spans = LayerSpans.of(kinds, capacity)
+        self.spans = LayerSpans.of(kinds, capacity)
         self.placement = Placement(batch_size, min(block, capacity), self.device)
         self._workspace = Workspace()
         self._ends = [0] * batch_size  # of each row, one past the newest token that rings and states have ever read
-        layers = make_layers(self._spans.spans, kinds.num_states, self.placement, cache_type, self._workspace)
+        layers = make_layers(self.spans.spans, kinds.num_states, self.placement, cache_type, self._workspace)
         self.attending: list[SlotLayer] = [layer for layer in layers if isinstance(layer, SlotLayer)]
         self.with_states: list[StateLayer] = [layer for layer in layers if isinstance(layer, StateLayer)]
         super().__init__(layers=layers)
@@ -116,11 +116,6 @@ class SpeculativeCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed tokens of the longest row, of every layer."""
         return self.placement.longest
-
-    @property
-    def lengths_tensor(self) -> Tensor:
-        """`lengths` on `device`, `(B,)`; rewritten in place where it is asked for after rows have grown."""
-        return self.placement.lengths_tensor
 
     @property
     def num_bytes(self) -> int:
@@ -195,23 +190,13 @@ class SpeculativeCache(Cache):
 
     def mask_widths(self, num_slots: int) -> dict[str, int]:
         """Slots behind each mask, by layer type, where so many of full layers are looked at."""
-        spans = self._spans.by_mask.items()
+        spans = self.spans.by_mask.items()
         return {kind: num_slots if span.ring is None else span.ring + self.block for kind, span in spans}
-
-    @property
-    def unmasked_types(self) -> set[str]:
-        """Layer types that attend to nothing and take no mask."""
-        return {kind for kind, span in self._spans.by_mask.items() if not span.attends}
-
-    @property
-    def mask_types(self) -> tuple[str, ...] | None:
-        """Layer types by which models take their masks; `None`: one mask for all layers."""
-        return self._spans.types
 
     @property
     def has_windows(self) -> bool:
         """Whether some layers see only a window of the past."""
-        return bool(self._spans.rings)
+        return bool(self.spans.rings)
 
     def position_ids(self, depths: Tensor | None = None) -> Tensor:
         """Positions of the placed tokens, `(B, T)`; `(A, B, T)` where the model counts along several axes.
@@ -222,13 +207,12 @@ class SpeculativeCache(Cache):
         """
         return self.placement.position_ids(depths)
 
-    @property
-    def position_offsets(self) -> Tensor | None:
-        """How far positions run ahead of slots, `(A, B)`: along each axis, of each row; `None`: they are the same."""
-        return self.placement.position_offsets
-
     def offset_positions(self, offsets: Tensor | None) -> None:
-        """Count from here on along several axes, as a model does behind pictures; see `position_offsets`."""
+        """Count along several axes from here on, as a model does behind pictures.
+
+        Args:
+            offsets: `(A, B)`, how far positions run ahead of slots along each axis, of each row; `None`: not at all.
+        """
         self.placement.position_offsets = None if offsets is None else offsets.to(self.device)
 
     def attention_mask(
@@ -254,7 +238,7 @@ class SpeculativeCache(Cache):
             `None` stands for a mask that hides nothing: eager and SDPA read it so for a single query. Or for a chain;
             see `none_is_causal`.
         """
-        return block_masks(self._spans, self.placement, ancestors, depths, dtype, none_is_causal=none_is_causal)
+        return block_masks(self.spans, self.placement, ancestors, depths, dtype, none_is_causal=none_is_causal)
 
     def keep(
         self, path: Tensor | Sequence[Sequence[int]] | None, counts: Sequence[int], *, settle: Settle = settle_states
@@ -274,7 +258,7 @@ class SpeculativeCache(Cache):
         if self.has_states and lengths != before:
             self._settle_states(kept, settle)
         moves: dict[int | None, SlotMoves | None]
-        moves = {ring: ring_moves(before, kept, ring, self.device) for ring in self._spans.rings}
+        moves = {ring: ring_moves(before, kept, ring, self.device) for ring in self.spans.rings}
         moves[None] = full_moves(before, kept, self.device)
         for layer in self.attending:
             needed = moves[layer.ring]
@@ -301,7 +285,7 @@ class SpeculativeCache(Cache):
         """
         new = [int(length) for length in lengths]
         assert all(0 <= length <= old for length, old in zip(new, self.lengths, strict=True)), (new, self.lengths)
-        rings = self._spans.rings
+        rings = self.spans.rings
         lost = [
             row
             for row, (length, end) in enumerate(zip(new, self._ends, strict=True))
@@ -330,7 +314,7 @@ class SpeculativeCache(Cache):
             layer.select_rows(rows)
         for states in self.with_states:
             states.select_states(rows)
-        before, ends, offsets = self.lengths, self._ends, self.position_offsets
+        before, ends, offsets = self.lengths, self._ends, self.placement.position_offsets
         self.offset_positions(None if offsets is None else offsets[:, rows])
         self.placement.set_batch(len(rows))
         self.placement.set_lengths([before[row] for row in rows])

@@ -255,7 +255,7 @@ class DraftSession:
 
     def _rotary_table(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """Rotations `(B, num_positions, d)` of the positions that follow each row's last."""
-        positions = self.cache.lengths_tensor[:, None] + torch.arange(num_positions, device=self.device)
+        positions = self.cache.placement.lengths_tensor[:, None] + torch.arange(num_positions, device=self.device)
         return self.drafter.rotary(positions)
 
     def select_rows(self, rows: Sequence[int]) -> None:

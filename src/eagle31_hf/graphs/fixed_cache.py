@@ -149,7 +149,7 @@ class FixedShapeCache(Cache):
     layers: list[FixedLayer | FixedStates]  # type: ignore[assignment]
 
     def __init__(self, source: SpeculativeCache):
-        self.block, self.mask_types, self.unmasked_types = RunningBlock(), source.mask_types, source.unmasked_types
+        self.block, self.spans = RunningBlock(), source.spans
         self.placement = Placement(source.batch_size, source.block, source.device)
         super().__init__(layers=[self._stand_in(layer) for layer in source.layers])
 
@@ -214,9 +214,9 @@ class FixedShapeCache(Cache):
     def masks(self, dtype: torch.dtype, ancestors: Tensor | None) -> Tensor | dict[str, Tensor | None] | None:
         """`mask` for all layers as the model takes it; `None` where no layer attends."""
         mask = self.mask(dtype, ancestors) if self._attending else None
-        if self.mask_types is None:
+        if self.spans.types is None:
             return mask
-        return {kind: None if kind in self.unmasked_types else mask for kind in self.mask_types}
+        return {kind: mask if span.attends else None for kind, span in self.spans.by_mask.items()}
 
     def mask(self, dtype: torch.dtype, ancestors: Tensor | None = None) -> Tensor:
         """Made in the graph: the mask `(B, 1, T, S)` that `SpeculativeCache` gives full layers, over all their slots.

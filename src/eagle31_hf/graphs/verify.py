@@ -104,7 +104,7 @@ class CompiledVerification:
 
     def _key_of(self, rows: int, size: int, *, masks_trees: bool, rests: bool) -> GraphKey:
         """The graph that serves so many nodes; it may be padded."""
-        offsets = self.cache.position_offsets
+        offsets = self.cache.placement.position_offsets
         axes = 0 if offsets is None else len(offsets)
         shape = masks_trees, axes, *self.inputs.mask_widths.items(), self._attention
         exact = GraphKey("verify", rows, size, shape)
@@ -117,7 +117,7 @@ class CompiledVerification:
 
     def _inputs(self, tree: DraftTree, nodes: int, masks_trees: bool) -> tuple:
         """What a graph reads; masks only where it cannot make them itself."""
-        inputs, rows, offsets = self.inputs, len(tree.tokens), self.cache.position_offsets
+        inputs, rows, offsets = self.inputs, len(tree.tokens), self.cache.placement.position_offsets
         positions, missing = tree.positions, nodes - tree.size
         if missing:
             positions = F.pad(positions, (0, missing))  # padding has the root's, which is a valid one
