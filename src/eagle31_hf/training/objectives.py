@@ -274,8 +274,10 @@ class DistillationModel(nn.Module):
         return torch.ones_like(counted)
 
     def teach(self, batch: PackedBatch, target_logits: Tensor, rows: Tensor) -> Teacher:
-        """Teacher for the flat positions `rows (M,)`."""
-        return make_teacher(target_logits, rows, self.drafter.draft_ids)
+        """Teacher for those of the flat positions `rows (M,)` that a token loss is of; the others would cost a head."""
+        teacher = make_teacher(target_logits, rows, self.drafter.draft_ids)
+        learned = teacher.best >= 0
+        return teacher if bool(learned.all()) else Teacher(*(each[learned] for each in vars(teacher).values()))
 
     def judge(self, states: Tensor, inside: Tensor, teacher: Teacher) -> tuple[Tensor, ...]:
         """Of one step: token loss, hits and positions, summed over the states `(M, H)` that are `inside`."""
@@ -336,7 +338,8 @@ class AcceptanceModel(DistillationModel):
 
     def teach(self, batch: PackedBatch, target_logits: Tensor, rows: Tensor) -> Teacher:
         """With the tokens that were written, and the distributions they were drawn from."""
-        teacher, draft_ids = super().teach(batch, target_logits, rows), self.drafter.draft_ids
+        draft_ids = self.drafter.draft_ids
+        teacher = make_teacher(target_logits, rows, draft_ids)
         temperature, served = batch.written_at.flatten()[rows], torch.zeros_like(teacher.log_probs)
         for each, these in sampled_at(temperature):
             scores = target_logits[rows[these]].float()
