@@ -96,6 +96,7 @@ REFUSED = {
     "plan {target} --card '4090 + 3090'": ONE_CARD,
     "plan {target} --card '2x RTX 4090'": ONE_CARD,
     "generate --prompt x --memory auto --card 'RTX 4090' --card 'RTX 3090'": ONE_CARD,
+    "plan {target} --card 'RTX 9999'": "RTX 4090",
     "plan {target} --card 'Voodoo 2, Voodoo 3'": "not in the table",
     "generate --prompt x --context 512": "got --context without a plan.*--memory auto, or leave it out",
     "chat --context 512 --card 'RTX 4090'": "got --card and --context",

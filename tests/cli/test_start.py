@@ -61,10 +61,3 @@ def test_a_terminal_is_told_what_is_waited_for(words: list[str], told: bytes) ->
     seen = b""
     while told not in seen:
         seen += os.read(ours, 4096)
-
-
-def test_a_file_is_not_told_of_a_short_wait() -> None:
-    command = [sys.executable, "-c", "from eagle31_hf.cli import main; main()", "inspect", str(drafter_path())]
-    assert subprocess.run(command, capture_output=True, check=True).stderr in (b"", b"starting ...\n"), (
-        "if it takes long"
-    )
