@@ -21,7 +21,7 @@ from eagle31_hf.drafter.assistant import NoDrafter
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.graphs.captured import CapturesSteps
 from eagle31_hf.graphs.steps import GraphKey, Step
-from eagle31_hf.graphs.verify import CompiledSettling
+from eagle31_hf.graphs.verify import CompiledVerification
 from eagle31_hf.loop.pair import Pair
 from families import recurrent_target
 from helpers import VOCABULARY, assert_same_text, configured, left_padded, random_drafter
@@ -95,7 +95,7 @@ def test_a_state_that_is_not_moved_on_shows(
         drafter = make_pair(family)
         assert_plain(drafter)
         with monkeypatch.context() as patch:
-            patch.setattr(CompiledSettling, "__call__", lambda settling, layers, last: None)
+            patch.setattr(CompiledVerification, "_settle_states", lambda verification, layers, last: None)
             for seed in range(2):
                 with pytest.raises(AssertionError, match="wanted"):
                     assert_plain(drafter, seed)

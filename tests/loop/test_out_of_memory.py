@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle31_hf.cache.layers import SlotLayer
 from eagle31_hf.errors import Eagle31Error, OutOfMemoryError
-from eagle31_hf.graphs.round_graphs import RoundGraph
+from eagle31_hf.graphs.round_graphs import RoundStep
 from eagle31_hf.loop import pair_caches
 from eagle31_hf.loop.decoder import SpeculativeDecoder
 from eagle31_hf.loop.pair import Pair
@@ -124,7 +124,7 @@ def test_ended_rows_that_stay_for_a_graph_are_in_nobodys_way(
     monkeypatch.setattr(Pair.of(drafter_of("llama")), "graphs", None)
     running, go = [], SpeculativeDecoder.step
     monkeypatch.setattr(SpeculativeDecoder, "step", lambda self: running.append(self) or go(self))
-    raised, where = 0, {**METHODS, "round end": (RoundGraph, "__call__")}[place]
+    raised, where = 0, {**METHODS, "round end": (RoundStep, "advance")}[place]
     with configured(drafter_of("llama"), acceleration="compile"):
         for first in range(1, 5):
             fault = Fault(first, holds=lambda *_: bool(running) and bool(standing_still(running[-1])))

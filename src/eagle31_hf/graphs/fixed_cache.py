@@ -5,7 +5,7 @@ not its own. Where a block is written is a tensor, not a number, so that a graph
 
 Committed states are read and not written: a layer hands out states of its own, made in the step, and what the block
 leaves is among the step's outputs (`BlockTrace`). How much of it is kept is known after the step, and then another one
-moves the states on (`verify.CompiledSettling`).
+moves the states on (`verify`).
 """
 
 from __future__ import annotations

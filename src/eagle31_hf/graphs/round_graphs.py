@@ -154,19 +154,7 @@ class RoundStep:
             seen = seen_after(seen, path, acceptance.length, acceptance.bonus)
         return ChosenBy(noise, seen)
 
-
-class RoundGraph:
-    """One generation's use of such a graph, for drafts of one shape.
-
-    Args:
-        drafting: the drafter's compiled steps.
-        shape: of the drafts it accepts and makes; a chain without doubt, or a dynamic tree.
-        choosing: how tokens are chosen.
-    """
-
-    def __init__(self, drafting: CompiledDrafting, shape: DraftShape, choosing: GraphChoice):
-        self.drafting, self.shape = drafting, shape
-        self.step = RoundStep(drafting.drafter, shape, choosing)
+    # --- its use by a generation ---------------------------------------------------------------------------------
 
     @staticmethod
     def serves(shape: DraftShape) -> bool:
@@ -175,33 +163,35 @@ class RoundGraph:
             return shape.depth > 1
         return shape.min_confidence == 0 and shape.depth > 0
 
-    def __call__(self, tree: DraftTree, logits: Tensor, aux: Tensor, by: ChosenBy) -> AcceptedAhead | None:
+    def advance(
+        self, drafting: CompiledDrafting, tree: DraftTree, logits: Tensor, aux: Tensor, by: ChosenBy
+    ) -> AcceptedAhead | None:
         """What the target accepts of a round's drafts, and what was drafted after it; `None` where no graph can say.
 
         Args:
+            drafting: the drafter's compiled steps.
             tree: the drafts.
             logits: the target's `(B, N, V)`.
             aux: its hidden states `(B, N, A*Ht)`.
-            by: what tokens are chosen by, of the next `step.looks_ahead` positions.
+            by: what tokens are chosen by, of the next `looks_ahead` positions.
         """
-        step, drafting, shape = self.step, self.drafting, self.shape
-        session, inputs = drafting.session, drafting.inputs
-        if drafting.graphs.disabled_reason or tree.size != shape.nodes or tree.max_depth + 1 != step.width:
+        session, inputs, shape = drafting.session, drafting.inputs, self.shape
+        if drafting.graphs.disabled_reason or tree.size != shape.nodes or tree.max_depth + 1 != self.width:
             return None
-        session.cache.place(step.width)
-        if not inputs.make_room(step.width + step.draft_slots):
+        session.cache.place(self.width)
+        if not inputs.make_room(self.width + self.draft_slots):
             return None
         aux = aux.to(device=session.device, dtype=session.dtype)
         by, nodes = by.to(session.device), DraftNodes.of(tree, shape)
 
         def filled() -> tuple:
-            slots, rotary = inputs.slots(step.width + step.draft_slots), drafting.rotary(step.width + step.levels)
+            slots, rotary = inputs.slots(self.width + self.draft_slots), drafting.rotary(self.width + self.levels)
             return logits, aux, nodes, slots, rotary, by, inputs.fixed
 
         key_shape = (shape.depth, shape.top_k) if shape.is_tree else ()
         made: AcceptedAhead | None = drafting.graphs.run_or_eager(
-            GraphKey("advance", len(tree.tokens), tree.size, (*key_shape, inputs.num_slots), step.choosing.key),
-            step,
+            GraphKey("advance", len(tree.tokens), tree.size, (*key_shape, inputs.num_slots), self.choosing.key),
+            self,
             filled,
             lambda: None,
             pays=inputs.rows_pay,

@@ -61,7 +61,8 @@ class CompiledVerification:
         self.eager = Verification(binding, cache)
         self.inputs = GraphInputs(cache)
         self._attention = binding.attention
-        self.settling = CompiledSettling(cache, graphs, self.inputs)
+        self._traces: tuple[BlockTrace, ...] | None = None  # of the placed block, if a graph could read it
+        self._committed = CommittedStates(cache.with_states)
 
     def __call__(self, tree: DraftTree, *, rests: bool = False) -> TargetOutput:
         """As `Verification`; the binding must be capturing if there is a drafter.
@@ -69,7 +70,7 @@ class CompiledVerification:
         Args:
             rests: whether a single token is one of many, for which a graph pays; not so the last one of a text.
         """
-        self.settling.traces = None
+        self._traces = None
         rows, size = tree.tokens.shape
         masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
         self.cache.place(size, is_draft=True)
@@ -89,7 +90,7 @@ class CompiledVerification:
         )
         for layer, trace in zip(self.cache.with_states, output.traces, strict=True):
             layer.take_over(trace)
-        self.settling.traces = output.traces
+        self._traces = output.traces
         if size == nodes:
             return TargetOutput(output.logits, output.aux)
         return TargetOutput(output.logits[:, :size], None if output.aux is None else output.aux[:, :size])
@@ -100,7 +101,29 @@ class CompiledVerification:
 
     def keep(self, path: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
         """Commit accepted nodes as `SpeculativeCache.keep` does; states by a graph, if one has read the block."""
-        self.cache.keep(path, counts, settle=self.settling)
+        self.cache.keep(path, counts, settle=self._settle_states)
+
+    def _settle_states(self, layers: Sequence[StateLayer], last: LastNodes) -> None:
+        """As `settle_states`."""
+        traces, self._traces = self._traces, None
+        rows, recorded = layers[0].placement.batch_size, any(trace.recorded for trace in traces or ())
+        pays = recorded or rows > 1  # else they are copies of what is there, which take one launch
+        if traces is None or not pays or self.graphs.disabled_reason:
+            settle_states(layers, last)
+            return
+        committed = self._committed
+        committed.follow(layers)
+        moved: tuple[Tensor, ...] = self.graphs.run_or_eager(
+            GraphKey("settle", rows, layers[0].placement.num_tokens),
+            _settle,
+            lambda: (last.on(layers[0].placement.device), traces, committed),
+            lambda: _moved(last, traces, committed),
+            pays=self.inputs.rows_pay,
+            compared=lambda moved: moved,
+        )
+        states = buffers_of(committed)
+        if moved[0] is not states[0]:  # no graph has written them
+            make_moves(list(zip(states, moved, strict=True)))
 
     def _key_of(self, rows: int, size: int, *, masks_trees: bool, rests: bool) -> GraphKey:
         """The graph that serves so many nodes; it may be padded."""
@@ -159,45 +182,6 @@ def _verify(
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
-
-
-class CompiledSettling:
-    """How a cache's states are moved on by graphs, for `SpeculativeCache.keep`.
-
-    Args:
-        graphs: the pair's.
-        inputs: of the target's steps.
-
-    Attributes:
-        traces: what the placed block has left, if a graph has read it.
-    """
-
-    def __init__(self, cache: SpeculativeCache, graphs: Graphs, inputs: GraphInputs):
-        self.graphs, self.inputs = graphs, inputs
-        self.traces: tuple[BlockTrace, ...] | None = None
-        self._committed = CommittedStates(cache.with_states)
-
-    def __call__(self, layers: Sequence[StateLayer], last: LastNodes) -> None:
-        """As `settle_states`."""
-        traces, self.traces = self.traces, None
-        rows, recorded = layers[0].placement.batch_size, any(trace.recorded for trace in traces or ())
-        pays = recorded or rows > 1  # else they are copies of what is there, which take one launch
-        if traces is None or not pays or self.graphs.disabled_reason:
-            settle_states(layers, last)
-            return
-        committed = self._committed
-        committed.follow(layers)
-        moved: tuple[Tensor, ...] = self.graphs.run_or_eager(
-            GraphKey("settle", rows, layers[0].placement.num_tokens),
-            _settle,
-            lambda: (last.on(layers[0].placement.device), tuple(traces), committed),
-            lambda: _moved(last, traces, committed),
-            pays=self.inputs.rows_pay,
-            compared=lambda moved: moved,
-        )
-        states = buffers_of(committed)
-        if moved[0] is not states[0]:  # no graph has written them
-            make_moves(list(zip(states, moved, strict=True)))
 
 
 def _settle(last: Tensor, traces: Sequence[BlockTrace], committed: CommittedStates) -> tuple[Tensor, ...]:

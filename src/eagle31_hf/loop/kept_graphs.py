@@ -21,7 +21,7 @@ from ..graphs.ahead.kept import CompilesAhead, LoadsKept, refusal
 from ..graphs.ahead.packages import GraphPackages, make_own_folder, prefix_of, why_not_ours
 from ..graphs.captured import CAPTURES, CapturesSteps
 from ..graphs.graphs import Graphs
-from ..graphs.round_graphs import RoundGraph
+from ..graphs.round_graphs import RoundStep
 from ..graphs.seen import ModelState
 from ..graphs.steps import GraphKey, GraphMaker
 from ..sampling.logits_processing import ScoreProcessing
@@ -124,7 +124,7 @@ def why_unsuited(pair: PairGraphs, shape: DraftShape, processing: ScoreProcessin
         return kept.KEEPS_STATES
     if not isinstance(drafter, Eagle31Drafter):  # verification alone
         return ""
-    if not RoundGraph.serves(shape):
+    if not RoundStep.serves(shape):
         return "graphs draft chains of one length and dynamic trees, and doubt may end these drafts earlier"
     if not (captures or processing.warps_drafts):
         return "a logits processor of this call asks for the tokens before each position, which graphs do not tell"

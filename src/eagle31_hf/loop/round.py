@@ -25,7 +25,7 @@ from ..drafting.host_numbers import on_device
 from ..drafting.shape import DraftShape
 from ..graphs.draft_graphs import ChosenBy, CompiledDrafting, GraphChoice
 from ..graphs.graphs import Graphs
-from ..graphs.round_graphs import AcceptedAhead, RoundGraph
+from ..graphs.round_graphs import AcceptedAhead, RoundStep
 from ..graphs.verify import CompiledVerification
 from ..stats import PhaseClock
 from ..targets.binding import TargetOutput, Verification
@@ -155,26 +155,26 @@ class Round:
 
     def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
         """What the target says to the drafts. Waits for the device only where that is free."""
-        self._ahead, graph = None, self._round_graph(batch)
-        if graph is not None and verified.aux is not None:
+        self._ahead, step = None, self._round_step(batch)
+        if self.drafting is not None and step is not None and verified.aux is not None:
             with self.clock.phase("draft"):
-                chosen_by = _chosen_by(batch, graph.step.looks_ahead)
-                self._ahead = graph(tree, verified.logits, verified.aux, chosen_by)
+                chosen_by = _chosen_by(batch, step.looks_ahead)
+                self._ahead = step.advance(self.drafting, tree, verified.logits, verified.aux, chosen_by)
         if self._ahead is None:
             return Acceptor(tree, verified.logits, batch).accept()
         self._made_for = self.caches.target.placement.row_changes
         return Accepted(tree, self._ahead.acceptance, {}, self._ahead.for_host)
 
-    def _round_graph(self, batch: RoundBatch) -> RoundGraph | None:
+    def _round_step(self, batch: RoundBatch) -> RoundStep | None:
         """What accepts drafts of the planned shape and makes the next ones, where scores are of no other use."""
         if self.drafting is None:
             return None
         plan, rule = batch.plan, batch.only_rule
-        if plan is None or plan.tokens is not None or not RoundGraph.serves(plan.shape):
+        if plan is None or plan.tokens is not None or not RoundStep.serves(plan.shape):
             return None
         if rule is None or self.choosing.wants_scores or not rule.processing.warps_drafts:
             return None
-        return RoundGraph(self.drafting, plan.shape, _in_graphs(rule))
+        return RoundStep(self.drafting.drafter, plan.shape, _in_graphs(rule))
 
     # --- commit --------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle31_hf.graphs.ahead.compiler_processes import CompileJob, CompilerError, CompilerProcesses
+from eagle31_hf.graphs.ahead.compiler_processes import CompilerError, CompilerProcesses
 
 
 class Doubling(nn.Module):
@@ -62,10 +62,10 @@ def test_two_of_which_the_first_is_killed(tmp_path: Path, monkeypatch: pytest.Mo
     hand_on_no_program(monkeypatch)
     both, compile_ = threading.Barrier(2, timeout=60), CompilerProcesses._compile
 
-    def compile_when_both_are_here(self: CompilerProcesses, job: CompileJob) -> None:
+    def compile_when_both_are_here(self: CompilerProcesses, *files: Path) -> None:
         """So that neither thread, each of which talks to a process of its own, takes both jobs."""
         both.wait()
-        compile_(self, job)
+        compile_(self, *files)
 
     monkeypatch.setattr(CompilerProcesses, "_compile", compile_when_both_are_here)
 

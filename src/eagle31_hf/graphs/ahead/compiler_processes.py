@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 import torch
 
@@ -26,15 +26,6 @@ from .torch_internals import lower_packed_linear, write_package
 
 MOST_PROCESSES = 4
 """Each takes about 0.8 GB for a graph of the embedded pair."""
-
-
-class CompileJob(NamedTuple):
-    """Files of the exported program and of the package to write; threads that the code is to run on, which it has built
-    in."""
-
-    exported: str
-    package: str
-    threads: int
 
 
 class CompilerError(RuntimeError):
@@ -80,17 +71,16 @@ class CompilerProcesses:
         handed = Path(self._exported.name) / f"{self._count}.pt2"
         exported.example_inputs = None  # they may be as large as the weights, and say no more than their shapes
         torch.export.save(exported, handed)
-        job = CompileJob(str(handed), str(package.absolute()), self.threads)
-        return self._threads.submit(self._compile, job)
+        return self._threads.submit(self._compile, handed, package.absolute())
 
-    def _compile(self, job: CompileJob) -> None:
+    def _compile(self, exported: Path, package: Path) -> None:
         try:
-            answer = self._ask(json.dumps(job._asdict()))
+            answer = self._ask(json.dumps([str(exported), str(package), self.threads]))
         finally:
-            Path(job.exported).unlink(missing_ok=True)
+            exported.unlink(missing_ok=True)
         if not answer:
             raise CompilerError("the process that compiled has ended; memory may have run out")
-        if failure := json.loads(answer)["failure"]:
+        if failure := json.loads(answer):
             raise CompilerError(failure)
 
     def _ask(self, job: str) -> str:
@@ -110,7 +100,7 @@ class CompilerProcesses:
         # Inductor writes files by what it compiles: two processes that compile the same would read each other's halves.
         own = {"TORCHINDUCTOR_CACHE_DIR": f"{self._exported.name}/{threading.get_ident()}"}
         process = subprocess.Popen(
-            [sys.executable, "-m", CompileJob.__module__],
+            [sys.executable, "-m", compile_package.__module__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -157,17 +147,17 @@ def _end(process: subprocess.Popen[str]) -> None:
 # --- one of them ------------------------------------------------------------------------------------------------------
 
 
-def compile_package(job: CompileJob) -> None:
-    """Write a job's package.
+def compile_package(exported: Path, package: Path, threads: int) -> None:
+    """Write a package of the exported program in a file, to run on so many threads, which its code has built in.
 
     Raises:
         Exception: whatever a compiler stumbles over.
     """
-    torch.set_num_threads(job.threads)
-    exported = torch.export.load(job.exported)
-    exported.example_inputs = _examples(exported), {}
+    torch.set_num_threads(threads)
+    program = torch.export.load(exported)
+    program.example_inputs = _examples(program), {}
     with torch.no_grad():
-        write_package(exported, Path(job.package))
+        write_package(program, package)
 
 
 def _examples(exported: torch.export.ExportedProgram) -> tuple[torch.Tensor, ...]:
@@ -180,14 +170,15 @@ def _examples(exported: torch.export.ExportedProgram) -> tuple[torch.Tensor, ...
 def serve(jobs: TextIO, answers: TextIO) -> None:
     """Do each job and answer it, until there are no more."""
     for line in jobs:
-        job, failure = CompileJob(**json.loads(line)), ""
+        exported, package, threads = json.loads(line)
+        failure = ""
         try:
-            compile_package(job)
+            compile_package(Path(exported), Path(package), threads)
         except Exception as error:
             failure = named_line(error)
             with suppress(OSError):
-                Path(job.package).unlink()
-        answers.write(json.dumps({"failure": failure}) + "\n")
+                Path(package).unlink()
+        answers.write(json.dumps(failure) + "\n")
         answers.flush()
 
 
