@@ -1,4 +1,4 @@
-"""What is drafted where nobody asks for anything."""
+"""What is drafted where nothing is asked for, and how long drafts pay by the bytes that they read."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, Qwen3MoeConfig
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafting.plan import RoundState
 from eagle31_hf.drafting.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape
 from eagle31_hf.graphs import captured
-from eagle31_hf.loop.pair import Pair, draft_shape
+from eagle31_hf.loop.pair import Pair, draft_shape, longest_worthwhile, step_share
 from eagle31_hf.sampling.logits_processing import ScoreProcessing
 from helpers import CONFIGS, configured, drafter_of, random_drafter, random_target
+from mtp_targets import target_with_head
 
 
 def drafted(drafter: Eagle31Drafter, *, rows: int = 1, sampled: bool = True, by_graphs: bool = True) -> DraftShape:
@@ -78,3 +79,59 @@ def test_a_doubt_that_is_asked_for_ends_chains(schedule: str) -> None:
         drafts = Pair.of(drafter).drafting(rows=1, sampled=False, processing=processing, new_tokens=64)
     plan = drafts.planner.next_draft(RoundState(drafts.shape, [0], None, 64))
     assert (drafts.shape.min_confidence, plan.shape.min_confidence) == (0.9, 0.9)
+
+
+# --- by bytes: against counting by hand, and against trying every length ----------------------------------------------
+
+
+def test_a_step_reads_layers_and_head() -> None:
+    drafter = random_drafter(random_target(CONFIGS["llama"]()), aux_layers=[1, 2, 4])
+    model = drafter.binding.model
+    head = drafter.head_weights
+    step = sum(each.nbytes for each in [*drafter.layers.parameters(), *head])
+    assert step_share(drafter) == step / sum(each.nbytes for each in [*model.model.layers.parameters(), *head])
+
+
+def test_experts_that_a_token_is_not_sent_to_are_not_read() -> None:
+    shape = CONFIGS["llama"]().to_diff_dict()
+    config = Qwen3MoeConfig(**(shape | {"model_type": "qwen3_moe"}), num_experts=8, num_experts_per_tok=2)
+    target = random_target(config)
+    drafter = random_drafter(target, aux_layers=[1, 2, 3])
+    layers, sent_to = target.model.layers, 0.25
+    experts = sum(each.nbytes for each in layers.parameters() if each.dim() == 3)
+    others = sum(each.nbytes for each in [*layers.parameters(), *target.lm_head.parameters()]) - experts
+    step = sum(each.nbytes for each in [*drafter.layers.parameters(), *drafter.head_weights])
+    assert experts > 0
+    assert step_share(drafter) == pytest.approx(step / (others + sent_to * experts))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.15, 0.3, 1.5])
+@pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.9])
+def test_the_length_that_writes_fastest(share: float, acceptance: float) -> None:
+    speeds = [sum(acceptance**n for n in range(depth + 1)) / (1 + depth * share) for depth in range(1, 13)]
+    assert longest_worthwhile(share, acceptance, longest=12) == 1 + speeds.index(max(speeds))
+
+
+def test_an_8b_on_a_card() -> None:
+    """Llama-3.1-8B and a drafter of one layer with 32,000 rows of a head: 15 GB a pass in bf16, 5 GB in nf4."""
+    step_gb = 0.74
+    assert longest_worthwhile(step_gb / 15.0, 0.7, longest=12) in (5, 6)
+    assert longest_worthwhile(step_gb / 4.98, 0.7, longest=12) == 3
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "glm4_moe"])
+def test_a_step_of_a_head_reads_its_projection_and_the_experts_a_token_is_sent_to(family, tmp_path):
+    target = target_with_head(family, tmp_path)
+    head = Eagle31Drafter.from_pretrained(tmp_path, target=target, draft_vocab_size=40)
+    experts, others = 0, 0
+    for parameter in head.layers.parameters():
+        if parameter.dim() == 3:
+            experts += parameter.nbytes
+        else:
+            others += parameter.nbytes
+    width = target.config.hidden_size
+    step = others + experts / 2 + 4 * (2 * width * width + 40 * width)  # two experts of four; fp32
+    layers = [*target.model.layers.parameters(), target.lm_head.weight]
+    read = sum(each.nbytes / (2 if each.dim() == 3 and experts else 1) for each in layers)
+    assert step_share(head) == pytest.approx(step / read)
+    assert (experts > 0) == (family == "glm4_moe")

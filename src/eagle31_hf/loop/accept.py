@@ -151,20 +151,15 @@ def _joined(rules: Sequence[ChoiceRule], chosen: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(chosen))[on_device([order.index(b) for b in range(len(order))], chosen[0].device)]
 
 
-class SyncedRound(NamedTuple):
-    """Accepted nodes and new tokens per row, past the row's end too; whether what the drafter made is of no use."""
-
-    paths: list[list[int]]
-    emitted: list[list[int]]
-    is_broken: bool
-
-
-def sync_accepted(accepted: Accepted, is_broken: Callable[[], Tensor]) -> SyncedRound:
+def sync_accepted(accepted: Accepted, is_broken: Callable[[], Tensor]) -> tuple[list[list[int]], list[list[int]], bool]:
     """The round's one wait for the device.
 
     Args:
         accepted: by the target.
         is_broken: asked where no graph has said it: `()` whether the drafter's scores are no numbers.
+
+    Returns:
+        Accepted nodes and new tokens of each row, past the row's end too; whether what the drafter made is of no use.
     """
     tree, acceptance, _, packed = accepted
     if packed is None:
@@ -176,4 +171,4 @@ def sync_accepted(accepted: Accepted, is_broken: Callable[[], Tensor]) -> Synced
         nodes, tokens = rest[:count], rest[acceptance.path.shape[1] :]
         paths.append(nodes)
         emitted.append([*(tokens[node] for node in nodes[1:]), bonus])
-    return SyncedRound(paths, emitted, any(row[0] for row in table))
+    return paths, emitted, any(row[0] for row in table)
