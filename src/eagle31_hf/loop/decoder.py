@@ -137,7 +137,7 @@ class SpeculativeDecoder:
     Attributes:
         rows: which row of the texts each row of the caches is; empty once all have ended.
         round: drafts, verifies, accepts and commits.
-        graphs: that compute it; `None`: eager code does. See `use_graphs`.
+        graphs: that compute it; `None`: eager code does. See `drop_graphs`.
         largest: the largest draft that policies are offered.
         chunk: prompt columns per target forward.
         stage: where a step is; after a failure, where it happened.
@@ -163,17 +163,23 @@ class SpeculativeDecoder:
     def caches(self) -> PairCaches:
         return self.round.caches
 
-    def use_graphs(self, graphs: Graphs | None) -> None:
-        """Go on with these graphs, or without any, over the same caches. Between two steps."""
-        self.graphs = graphs
+    def drop_graphs(self) -> None:
+        """Go on by eager code, over the same caches."""
+        self.graphs = None
         self.round = self._rounds_over(self.caches)
 
-    def renew_caches(self, batch_size: int, *, with_drafter: bool) -> None:
+    def stop_drafting(self) -> None:
+        """Go on without the drafter, and without graphs."""
+        self.caches.drafter, self.largest = None, self.largest.cut_to(0)
+        self.drop_graphs()
+
+    def renew_caches(self, batch_size: int) -> None:
         """Go on over empty caches for so many rows; the old ones go before the new ones come."""
+        drafts = self.caches.drafter is not None
         self.caches.give_back()
         del self.round
         caches = self._new_caches(batch_size)
-        if not with_drafter:
+        if not drafts:
             caches.drafter = None
         self.round = self._rounds_over(caches)
 
@@ -308,7 +314,10 @@ class SpeculativeDecoder:
         paths, emitted, is_broken = sync_accepted(accepted, partial(self._is_broken, tree, batch))
         self.clock.note_wait()
         if is_broken:
-            self._stop_drafting()
+            stats = self.request.stats
+            stats.events.append(DraftEvent(stats.accepted + stats.rounds, "stop", NOT_A_NUMBER))
+            logger.warning("eagle31: %s", NOT_A_NUMBER)
+            self.stop_drafting()
         self._collect_scores(accepted, verified.logits, paths, batch)
         written = Written(paths, self._write(emitted, batch))
         self.stage = Stage.COMMIT
@@ -324,15 +333,6 @@ class SpeculativeDecoder:
         if session is None or plan is None or plan.tokens is not None or tree.size == 1:
             return torch.zeros((), dtype=torch.bool, device=tree.tokens.device)
         return session.root.logits[:, 0, :1].isnan().any()
-
-    def _stop_drafting(self) -> None:
-        """No drafter for the rest of the text."""
-        stats = self.request.stats
-        stats.events.append(DraftEvent(stats.accepted + stats.rounds, "stop", NOT_A_NUMBER))
-        logger.warning("eagle31: %s", NOT_A_NUMBER)
-        self.caches.drafter = None
-        self.largest = self.largest.cut_to(0)
-        self.use_graphs(None)
 
     def _batch(self) -> RoundBatch:
         return RoundBatch(self.request, list(self.rows), self.unfinished_rows())

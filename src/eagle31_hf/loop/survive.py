@@ -124,15 +124,14 @@ class RecoveringDecoder:
                 decoder.chunk = smaller
                 return FallbackStep.CHUNK
         if decoder.largest.depth > 0:
-            decoder.caches.drafter, decoder.largest = None, decoder.largest.cut_to(0)
+            decoder.stop_drafting()
             return FallbackStep.DROP
         return None
 
     def _free(self) -> None:
         """Let graphs, which own memory of their own, and workspaces go."""
         decoder = self.decoder
-        if decoder.graphs is not None:
-            decoder.use_graphs(None)
+        decoder.drop_graphs()
         pair = Pair.of(decoder.drafter)
         if pair.graphs is not None:
             pair.graphs.drop("memory ran out, steps stay eager")
@@ -236,9 +235,8 @@ class RecoveringDecoder:
         decoder, start = self.decoder, self.request.start
         live = set(self.sequences.live_rows())
         needed = [row for row in decoder.rows if row in live or self.request.carried is not None]
-        with_drafter = decoder.caches.drafter is not None
         decoder.chunk = max(decoder.chunk, min(SMALLEST_CHUNK, self.request.prefill_chunk or SMALLEST_CHUNK))
-        decoder.renew_caches(max(len(needed), 1), with_drafter=with_drafter)
+        decoder.renew_caches(max(len(needed), 1))
         start.load(decoder.caches.target, decoder.caches.drafter)
         decoder.rows, self._held_rows, self._is_stale = needed, list(needed), False
 
