@@ -58,6 +58,16 @@ def target_positions(name: str) -> Iterator[list[int]]:
         hook.remove()
 
 
+def assert_reads(positions: int, name: str, text: Tensor, cache: DynamicCache | None, **kwargs: Any) -> Tensor:
+    """The turn is what plain decoding writes without a cache, and the target has read so many positions of `text`."""
+    truth = plain(name, text, **kwargs)
+    with target_positions(name) as counts:
+        written = ours(name, text, cache, **kwargs)
+    assert torch.equal(written, truth)
+    assert counts[0] == positions
+    return written
+
+
 def assert_same_contents(cache: DynamicCache, other: DynamicCache) -> None:
     assert cache.get_seq_length() == other.get_seq_length()
     for layer, twin in zip(cache.layers, other.layers, strict=True):

@@ -11,6 +11,7 @@ from carried_turns import (
     FULL,
     SLIDING,
     after_one_turn,
+    assert_reads,
     assert_same_contents,
     equal_rows,
     new_cache,
@@ -74,10 +75,7 @@ def test_new_tokens_alone_with_a_mask_of_full_length(name, chunk):
         assert counts[0] == min(chunk or 99, text.shape[1] - known)
         assert torch.equal(cache.eagle31_state.token_ids, truth)
         text = truth
-    # The history is on record, so the next turn may show it in full.
-    with target_positions(name) as counts:
-        assert torch.equal(ours(name, users_turn(text), cache), plain(name, users_turn(text)))
-    assert counts[0] == 6
+    assert_reads(6, name, users_turn(text), cache)  # the history is on record: the next turn may show it in full
 
 
 @pytest.mark.parametrize("name", [*FULL, *SLIDING])
@@ -115,18 +113,14 @@ def test_a_copy_carries_everything(name, copied):
     twin = copied(cache)
     text = users_turn(text)
     for carried in (twin, cache):  # what happens to one is nothing to the other
-        with target_positions(name) as counts:
-            assert torch.equal(ours(name, text, carried), plain(name, text))
-        assert counts[0] == 6
+        assert_reads(6, name, text, carried)
 
 
 def test_a_turn_of_one_token_and_the_same_prompt_again():
     text, cache = after_one_turn("llama")
     one = ours("llama", text, cache, max_new_tokens=1)
     assert torch.equal(one, plain("llama", text, max_new_tokens=1))
-    with target_positions("llama") as counts:
-        assert torch.equal(ours("llama", one, cache), plain("llama", one))
-    assert counts[0] == 1
+    assert_reads(1, "llama", one, cache)
 
 
 def test_sampling_draws_the_same_with_a_carried_cache():

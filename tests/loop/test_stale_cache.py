@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from carried_turns import (
     NEW,
     SLIDING,
     after_one_turn,
+    assert_reads,
     assert_same_contents,
     equal_rows,
     new_cache,
@@ -42,9 +44,7 @@ def test_an_edited_history_is_read_again_from_the_edit_on(name, again):
     edited[0, 5] = (edited[0, 5] + 1) % 90 + 3
     truth = plain(name, edited)
     assert not torch.equal(plain(name, edited, past_key_values=copy.deepcopy(cache)), truth)  # what we guard against
-    with target_positions(name) as counts:
-        assert torch.equal(ours(name, edited, cache), truth)
-    assert counts[0] == edited.shape[1] - again  # a window that has slid cannot go back: from the start
+    assert_reads(edited.shape[1] - again, name, edited, cache)  # a window that has slid cannot go back: from the start
     assert "do not hold" in drafter_of(name).stats.fallbacks[0]
     fresh = new_cache(name)
     ours(name, edited, fresh)
@@ -57,13 +57,8 @@ def test_a_plain_turn_in_between(name):
     text, cache = after_one_turn(name)
     between = plain(name, users_turn(text), past_key_values=cache)
     later = users_turn(between, 1)
-    with target_positions(name) as counts:
-        written = ours(name, later, cache)
-    assert torch.equal(written, plain(name, later))
-    assert counts[0] == later.shape[1] - (text.shape[1] - 1 if name in FULL else 0)
-    with target_positions(name) as counts:
-        ours(name, users_turn(written, 2), cache)
-    assert counts[0] == 6
+    written = assert_reads(later.shape[1] - (text.shape[1] - 1 if name in FULL else 0), name, later, cache)
+    assert_reads(6, name, users_turn(written, 2), cache)
 
 
 @pytest.mark.parametrize("name", [*FULL, *SLIDING])
@@ -72,9 +67,7 @@ def test_a_cache_without_a_record(name):
     text = users_turn(plain(name, text, past_key_values=cache))
     known, truth = cache.get_seq_length(), plain(name, text)
     new_only = copy.deepcopy(cache)
-    with target_positions(name) as counts:  # of unknown text: read it all
-        assert torch.equal(ours(name, text, cache), truth)
-    assert counts[0] == text.shape[1]
+    assert_reads(text.shape[1], name, text, cache)  # of unknown text: read it all
     for _ in range(2):  # nothing to compare with: believed, and from then on the drafter's state travels, too
         with target_positions(name) as counts:
             written = ours(name, text[:, known:], new_only, attention_mask=torch.ones_like(text))
@@ -127,15 +120,9 @@ def test_another_drafter_starts_midway(name):
 
 def test_another_target_trusts_nothing():
     text, cache = after_one_turn("llama")
-    cache.eagle31_state = _changed(cache.eagle31_state, target_fingerprint="of other weights")
+    cache.eagle31_state = dataclasses.replace(cache.eagle31_state, target_fingerprint="of other weights")
     text = users_turn(text)
-    with target_positions("llama") as counts:
-        assert torch.equal(ours("llama", text, cache), plain("llama", text))
-    assert counts[0] == text.shape[1]
-
-
-def _changed(state: Any, **fields: Any) -> Any:
-    return type(state)(**{**{name: getattr(state, name) for name in state.__dataclass_fields__}, **fields})
+    assert_reads(text.shape[1], "llama", text, cache)
 
 
 def test_a_cache_refilled_behind_our_back_is_found_out():
@@ -246,9 +233,7 @@ def test_an_interrupted_turn_leaves_the_cache_usable(name, puts):
     with pytest.raises(Broken):
         ours(name, text, cache, streamer=BreakingStreamer(puts))
     assert_same_contents(cache, before)
-    with target_positions(name) as counts:
-        assert torch.equal(ours(name, text, cache), plain(name, text))
-    assert counts[0] == 6
+    assert_reads(6, name, text, cache)
 
 
 def test_a_failure_while_refilling_empties_the_cache(monkeypatch):
