@@ -39,7 +39,7 @@ def test_greedy_text_is_the_targets(pair, way):
 
 def test_a_plan_counts_what_is_loaded(pair):
     target, drafter = pair
-    facts = drafter_facts(drafter.config, 4)
+    facts = drafter_facts(drafter.config, SCHEMES["fp32"].torch_dtype)
     counted = facts.weight_bytes(SCHEMES["fp32"]) + facts.head_bytes(SCHEMES["fp32"]) - facts.fixed_bytes
     assert counted == sum(parameter.nbytes for parameter in drafter.parameters())
     assert plan_memory(target.config, card="RTX 4090", drafter=drafter, context=64)

@@ -25,7 +25,6 @@ from packed_pairs import (
 from torch import Tensor, nn
 
 from eagle31_hf import Eagle31Drafter, plan_memory
-from eagle31_hf.checkpoints import packable_shapes
 from eagle31_hf.drafter.packed_linear import FourBitLinear, Int8Linear, PackedLinear
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.memory.drafter_facts import drafter_facts
@@ -53,10 +52,10 @@ def test_matrices_are_packed_and_nothing_else(drafters: Path, name: str, packing
     drafter = packed(name, drafters, packing, target_of("llama"))
     scheme = drafter.packing
     assert scheme == SCHEMES_OF_DRAFTERS[packing]
-    worth = {n for n, shape in packable_shapes(drafter.config).items() if scheme.packs(n, shape, 4)}
+    whole = Eagle31Drafter.from_pretrained(drafter_folder(name, drafters))
+    worth = {n for n, shape in whole.packable().items() if scheme.packs(n, shape, 4)}
     modules = {n: module for n, module in drafter.named_modules() if isinstance(module, PackedLinear)}
     assert modules.keys() == worth
-    whole = Eagle31Drafter.from_pretrained(drafter_folder(name, drafters))
     for place, module in modules.items():
         linear = whole.get_submodule(place)
         exact, bias = linear.weight, 0 if linear.bias is None else linear.bias[:, None]
@@ -79,7 +78,7 @@ def test_planned_drafter_bytes_are_the_storages(drafters: Path, name: str, packi
         for rows in drafter._head_rows
     )
     precision = SCHEMES[f"bnb-{packing}"].__class__(**{**vars(SCHEMES[f"bnb-{packing}"]), "dtype": dtype})
-    facts = drafter_facts(drafter.config, precision.dtype_bytes)
+    facts = drafter_facts(drafter.config, precision.torch_dtype)
     assert facts.weight_bytes(precision) + facts.head_bytes(precision) == held
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
@@ -21,13 +21,9 @@ from transformers import (
 )
 
 from eagle31_hf.cache.grouped_attention import attending_grouped
-from eagle31_hf.cache.spans import LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.stock import CACHE_ARGUMENT
-from eagle31_hf.checkpoints.eagle_network import Eagle31Network
-from eagle31_hf.config import Eagle31Config
 from eagle31_hf.loop.prefill import ChunkedPrefill
-from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.dry_run import StorageCounter, dry_run_of
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import PREFILL, VERIFY
@@ -62,10 +58,6 @@ EAGER = {
                          num_key_value_heads=4, vocab_size=32000, attn_implementation="eager"),
     "sinks": GptOssConfig(num_hidden_layers=2, num_local_experts=8, hidden_size=1024, intermediate_size=1024),
 }  # fmt: skip
-DRAFTER = Eagle31Config(
-    hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
-    draft_vocab_size=32000, max_position_embeddings=131072, aux_norm="per_slot", norm_output=True,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -171,54 +163,6 @@ def test_eager_attention_is_budgeted_by_its_scores(name: str) -> None:
     predicted = predicted_target(EAGER[name], run)
     for moment, peak in trace_target(EAGER[name], run).items():
         assert 0.98 <= predicted[moment] / peak <= 1.15, moment
-
-
-def fake_drafter() -> tuple[Eagle31Network, nn.Embedding]:
-    torch.set_default_dtype(BF16)
-    try:
-        return Eagle31Network(DRAFTER), nn.Embedding(DRAFTER.vocab_size, DRAFTER.hidden_size)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def absorb(network: Eagle31Network, embedding: nn.Embedding, cache: SpeculativeCache, aux: Tensor) -> None:
-    """As `DraftSession.absorb`: the caller keeps `aux` until it returns."""
-    batch, tokens, _ = aux.shape
-    cache.place(tokens)
-    network.decode(
-        embedding(torch.zeros(batch, tokens, dtype=torch.long)),
-        network.fuse_aux(aux),
-        network.rotary(cache.position_ids()),
-        cache.attention_mask(dtype=BF16),
-        cache,
-    )
-    cache.commit(tokens)
-
-
-@pytest.mark.parametrize("run", [Run(2048, 2048, 7), Run(8192, 1024, 8), Run(8192, 512, 16)], ids=str)
-def test_drafter_peaks_match_a_trace(run: Run) -> None:
-    facts = drafter_facts(DRAFTER, 2)
-    sizes = {"capacity": run.capacity, "block": run.chunk, "grows": False}
-    held = facts.count(run.nodes, run.capacity, **sizes)
-    with FakeTensorMode():
-        network, embedding = fake_drafter()
-        with torch.no_grad(), StorageCounter() as counter:
-            cache = SpeculativeCache(LayerKinds([None]), batch_size=1, capacity=run.capacity, block=run.chunk)
-            for _ in range(0, run.prompt, run.chunk):
-                counter.restart_peak()
-                absorb(network, embedding, cache, torch.empty(1, run.chunk, facts.aux_width, dtype=BF16))
-            planned = held.cache + facts.absorb_bytes(run.chunk, run.prompt, batch=1, **sizes)
-            assert planned == pytest.approx(counter.peak_bytes, rel=0.02)
-
-            feedback = torch.empty(1, run.nodes, DRAFTER.hidden_size, dtype=BF16)
-            cache.place(run.nodes)
-            mask = cache.attention_mask(torch.eye(run.nodes, dtype=torch.bool), dtype=BF16)
-            counter.restart_peak()
-            tokens = embedding(torch.zeros(1, run.nodes, dtype=torch.long))
-            network.decode(tokens, feedback, network.rotary(cache.position_ids()), mask, cache)
-            unranked = replace(facts, draft_vocab=1)  # the head is not run here
-            planned = held.cache + held.beside + unranked.step_bytes(run.nodes, run.capacity, batch=1, **sizes)
-            assert planned == pytest.approx(counter.peak_bytes, rel=0.02)
 
 
 def test_nothing_of_a_chunk_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:

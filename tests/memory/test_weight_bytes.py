@@ -17,11 +17,8 @@ from transformers import (
     Qwen2Config,
 )
 
-from eagle31_hf.checkpoints.eagle_network import Eagle31Network
-from eagle31_hf.config import Eagle31Config
 from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.memory import plan_memory
-from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.memory.weights import SCHEMES, Quantization, scheme, storage_bytes
@@ -144,34 +141,6 @@ def test_walk_sees_what_the_footprint_api_misses(saved: dict[str, Path]) -> None
     pytest.importorskip("bitsandbytes")
     model = load(saved["grouped heads"], BitsAndBytesConfig(**BITSANDBYTES["bnb-nf4"]))
     assert storage_bytes(model) > model.get_memory_footprint()
-
-
-# --- drafter ----------------------------------------------------------------------------------------------------------
-
-DRAFTERS = {
-    "eagle 3.1": {"aux_norm": "per_slot", "norm_output": True, "draft_vocab_size": 100},
-    "eagle 3": {"draft_vocab_size": 100},
-    "concatenated, biases": {"aux_norm": "concatenated", "fc_bias": True, "attention_bias": True, "mlp_bias": True},
-    "own embedding": {"own_embedding": True, "target_hidden_size": 48, "qk_norm": True},
-    "shared head": {"own_lm_head": False},
-    "two layers": {"num_hidden_layers": 2, "num_aux_hidden_states": 4, "head_dim": 24},
-}
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_drafter_bytes_equal_its_storages(name: str) -> None:
-    fields = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2,
-              "head_dim": 16, "vocab_size": 300, **DRAFTERS[name]}  # fmt: skip
-    config = Eagle31Config(**fields)
-    facts = drafter_facts(config, 4)
-    full = SCHEMES["fp32"]
-    assert facts.weight_bytes(full) + facts.head_bytes(full) == storage_bytes(Eagle31Network(config))
-
-
-def test_gathered_head_rows_are_counted() -> None:
-    config = Eagle31Config(hidden_size=64, intermediate_size=96, num_attention_heads=4, vocab_size=300,
-                           draft_vocab_size=100, own_lm_head=False)  # fmt: skip
-    assert drafter_facts(config, 2).head_bytes(SCHEMES["bf16"]) == 100 * 64 * 2
 
 
 # --- schemes ----------------------------------------------------------------------------------------------------------

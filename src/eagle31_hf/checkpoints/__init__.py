@@ -10,7 +10,6 @@ from .layouts import (
     default_format,
     expected_shapes,
     filled,
-    packable_shapes,
 )
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "holds_checkpoint",
     "holds_drafter",
     "inspect_checkpoint",
-    "packable_shapes",
     "read_checkpoint",
     "require_head",
     "resolve_checkpoint",

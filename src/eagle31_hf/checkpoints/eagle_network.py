@@ -32,7 +32,7 @@ from ..cache.grouped_attention import grouped_attention
 from ..config import Eagle31Config
 from .checks import check_tensor_infos
 from .files import TensorInfo
-from .layouts import FUSED_PROJECTIONS, expected_shapes, packable_shapes
+from .layouts import FUSED_PROJECTIONS, expected_shapes
 
 
 def off_meta() -> AbstractContextManager[Any]:
@@ -340,8 +340,17 @@ class Eagle31Network(PreTrainedModel):
         return DrafterOutput(normed=normed, feedback=normed if self.config.norm_output else hidden)
 
     def packable(self) -> dict[str, tuple[int, int]]:
-        """Shapes `(N, K)` of the matrices that may be packed, by name."""
-        return packable_shapes(self.config)
+        """Shapes `(N, K)` of the matrices that may be packed, by name: attention, MLP and the draft head.
+
+        `fc` reads the target's hidden states, where a few large entries would take all the precision, and is one
+        matrix product per accepted token. Latent attention multiplies with parts of `kv_b_proj`'s weight itself, which
+        packed numbers do not have.
+        """
+        return {
+            name: (module.out_features, module.in_features)
+            for name, module in self.named_modules()
+            if isinstance(module, nn.Linear) and name != "fc" and not name.endswith("kv_b_proj")
+        }
 
     def canonical_tensors(self) -> dict[str, Tensor]:
         """Parameters and `d2t` under their published names, fused matrices split into views (no copy).

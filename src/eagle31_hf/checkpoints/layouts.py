@@ -427,25 +427,3 @@ def _latent_shapes(config: Eagle31Config, read: int) -> dict[str, tuple[int, ...
         return shapes | {"q_proj.weight": (query, read)}
     shapes |= {"q_a_proj.weight": (query_rank, read), "q_a_layernorm.weight": (query_rank,)}
     return shapes | {"q_b_proj.weight": (query, query_rank)}
-
-
-def packable_shapes(config: Eagle31Config) -> dict[str, tuple[int, int]]:
-    """Every matrix that may be packed, `(rows, columns)` by the name it has in the network.
-
-    That is attention, MLP and the draft head. `fc` reads the target's hidden states, where a few large entries would
-    take all the precision, and is one matrix product per accepted token; norms and embedding are no products at all.
-    Latent attention multiplies with parts of `kv_b_proj`'s weight itself, which packed numbers do not have.
-    """
-    fused = {part: whole for whole, parts in FUSED_PROJECTIONS.items() for part in parts}
-    if config.is_latent:  # its queries stand alone
-        fused = {part: whole for part, whole in fused.items() if not part.startswith("self_attn.")}
-    shapes: dict[str, tuple[int, int]] = {}
-    for name, shape in expected_shapes(config).items():
-        module = name.removesuffix(".weight")
-        if len(shape) != 2 or module in ("fc", "embed_tokens") or module.endswith("kv_b_proj"):
-            continue
-        part = ".".join(module.split(".")[2:])  # in its layer
-        module = module.removesuffix(part) + fused.get(part, part)
-        above = shapes[module][0] if module in shapes else 0
-        shapes[module] = (above + shape[0], shape[1])
-    return shapes

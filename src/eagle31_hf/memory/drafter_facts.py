@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..checkpoints import (
-    expected_shapes,
-    filled,
-    inspect_checkpoint,
-    packable_shapes,
-    require_head,
-    resolve_checkpoint,
-    target_holds_head,
-)
-from ..checkpoints.mtp import PACKED_MODULES, copies_head_rows, promised_head
+from ..cache.spans import LayerKinds
+from ..cache.speculative import SpeculativeCache
+from ..checkpoints import filled, inspect_checkpoint, require_head, resolve_checkpoint, target_holds_head
+from ..checkpoints.eagle_network import DrafterOutput, Eagle31Network
+from ..checkpoints.mtp import copies_head_rows, promised_head
+from ..checkpoints.mtp_network import MtpNetwork
 from ..config import Eagle31Config, MtpConfig
-from ..drafting.shape import repeats_mask
 from ..errors import MemoryPlanError
 from ..targets.fresh_drafter import default_config
-from .dry_run import ForwardBytes, dry_run_of
+from .dry_run import READ_BEFORE, Count, CountedForwards, Forward, ForwardBytes, FusedKernels, StorageCounter
 from .target_facts import TargetFacts, load_config
-from .weights import SCHEMES, Quantization
+from .weights import Quantization
 
 # A fresh or unknown drafter is planned with the draft vocabulary most published ones have.
 USUAL_DRAFT_VOCABULARY = 32000
@@ -36,25 +31,80 @@ OWN_HEAD = "mtp"
 """As a drafter: the multi-token-prediction head inside the target."""
 
 
+class DrafterRun(CountedForwards):
+    """A drafter's network, to be run without memory: over hidden states of the target, which stay alive throughout and
+    after which the last token's logits are wanted, or where it "verifies" as in a draft step, which ranks all logits.
+
+    Args:
+        dtype: it computes in.
+
+    Attributes:
+        aux_width: `A * Ht`, what it reads of the target per position.
+        draft_vocab: `Vd`.
+    """
+
+    def __init__(self, config: Eagle31Config, dtype: torch.dtype):
+        kind = MtpNetwork if isinstance(config, MtpConfig) else Eagle31Network
+        with torch.device("meta"):
+            self.network = kind(config)
+        self.network.to(device="meta", dtype=dtype)  # type: ignore[call-arg]  # tables were made where numbers are
+        self.config, self.dtype, self.draft_vocab = config, dtype, filled(config.draft_vocab_size)
+        self.aux_width = config.num_aux_hidden_states * filled(config.target_hidden_size)
+        windows = [config.sliding_window] * config.num_hidden_layers
+        super().__init__(kind.__name__, windows, [self._run_over_our_cache])
+
+    def _run_over_our_cache(self, forward: Forward) -> Count:
+        network, before = self.network, forward.slots - forward.tokens
+
+        def empty(tokens: int, width: int) -> Tensor:
+            return torch.empty(forward.batch, tokens, width, dtype=self.dtype, device="meta")
+
+        def read(states: Tensor) -> DrafterOutput:
+            tokens = states.shape[1]
+            mask: Any = cache.attention_mask(dtype=self.dtype)
+            hidden = states if forward.verifies else network.fuse_aux(states)
+            embedded = empty(tokens, self.config.hidden_size)
+            return network.decode(embedded, hidden, network.rotary(cache.position_ids()), mask, cache)
+
+        width = self.config.hidden_size if forward.verifies else self.aux_width
+        with torch.no_grad(), StorageCounter() as counter, FusedKernels():
+            cache = SpeculativeCache(
+                LayerKinds(list(self.windows)), batch_size=forward.batch, capacity=forward.slots, block=forward.block,
+                slab=1 if forward.grows else None, device="meta",
+            )  # fmt: skip
+            if first := min(READ_BEFORE, before):
+                cache.place(first)
+                read(empty(first, width))
+                cache.commit(first)
+                cache.make_room(before)
+                cache.placement.set_lengths([before] + [before - 1] * (forward.batch - 1))
+            counter.restart_peak()
+            states = empty(forward.tokens, width)
+            cache.place(forward.tokens)
+            out = read(states)
+            logits = empty(forward.tokens if forward.verifies else 1, self.draft_vocab)
+            if forward.verifies:
+                logits = logits.float().log_softmax(-1)
+            kept = [layer.num_bytes for layer in cache.attending]
+            alive = tuple(live - cache.num_bytes for live in counter.steps)
+            del out, states
+        beside = cache.num_bytes - sum(kept)
+        return Count(alive, ForwardBytes(0, sum(kept), max(kept, default=0), beside))
+
+
 @dataclass(frozen=True)
 class DrafterFacts:
     """A drafter's share of a plan. `linears` are `(N, K)` of the matrices a quantiser may pack, layer by layer.
 
     Attributes:
-        aux_width: `A * Ht`, what it reads of the target per position.
-        draft_vocab: `Vd`.
-        count: what its layers take of a forward, as `DryRun.count`.
+        run: counts what a forward of it takes.
         head: `(Vd, H)` draft head, its own or gathered from the target's; `None` if the target's whole head is shared.
         plain_elements: `fc`, norms, biases, experts and an embedding of its own: never packed.
         fixed_bytes: vocabulary map and rotary tables.
     """
 
     name: str
-    hidden_size: int
-    aux_width: int
-    draft_vocab: int
-    element_bytes: int
-    count: Callable[..., ForwardBytes]
+    run: DrafterRun
     linears: tuple[tuple[int, int], ...]
     head: tuple[int, int] | None
     plain_elements: int
@@ -67,20 +117,6 @@ class DrafterFacts:
 
     def head_bytes(self, precision: Quantization) -> int:
         return _matrix_bytes(precision, self.head) if self.head else 0
-
-    def absorb_bytes(self, tokens: int, slots: int, *, batch: int, **sizes: Any) -> int:
-        """Most that a pass over true hidden states takes, which stay alive throughout."""
-        rows, b = batch * tokens, self.element_bytes
-        fused = rows * (2 * self.aux_width + self.hidden_size) * b  # normed slots, side by side again, fc's output
-        layers = self.count(tokens, slots, batch=batch, **sizes).activations
-        return rows * self.aux_width * b + max(fused, layers)
-
-    def step_bytes(self, tokens: int, slots: int, *, batch: int, **sizes: Any) -> int:
-        """Most that one draft step takes, or ranking its `(rows, Vd)` logits: fp32 copy and log-probabilities."""
-        rows = batch * tokens
-        ranking = rows * self.draft_vocab * (self.element_bytes + 4 + 4)
-        layers = self.count(tokens, slots, batch=batch, **sizes).activations
-        return max(layers, ranking) + rows * self.hidden_size * 2
 
 
 def _matrix_bytes(precision: Quantization, matrix: tuple[int, int]) -> int:
@@ -103,7 +139,7 @@ def read_drafter(drafter: Any, target: TargetFacts) -> DrafterFacts:
             f"the drafter was made for hidden size {config.target_hidden_size} and {config.vocab_size} tokens, target "
             f"{target.name} has {target.hidden_size} and {target.vocab_size}; plan with a drafter made for it"
         )
-    return drafter_facts(config, target.quantization.dtype_bytes, copies_rows=_copies_head_rows(drafter))
+    return drafter_facts(config, target.quantization.torch_dtype, copies_rows=_copies_head_rows(drafter))
 
 
 def drafter_to_plan(drafter: Any, target: Any) -> Any:
@@ -157,90 +193,22 @@ def _drafter_config(drafter: Any, target: TargetFacts) -> Eagle31Config:
     )
 
 
-def drafter_facts(config: Eagle31Config, element_bytes: int, *, copies_rows: bool = False) -> DrafterFacts:
-    """Facts of a drafter of this configuration.
+def drafter_facts(config: Eagle31Config, dtype: torch.dtype, *, copies_rows: bool = False) -> DrafterFacts:
+    """Facts of a drafter of this configuration that computes in `dtype`.
 
     Args:
         copies_rows: whether a head inside a target drafts from rows of its LM head that have to be copied.
     """
-    if isinstance(config, MtpConfig):
-        return _head_facts(config, element_bytes, copies_rows=copies_rows)
-    draft_vocab, packable = filled(config.draft_vocab_size), packable_shapes(config)
-    elements = sum(math.prod(shape) for name, shape in expected_shapes(config).items() if name != "d2t")
-    reduced = draft_vocab < config.vocab_size
+    run, is_head = DrafterRun(config, dtype), isinstance(config, MtpConfig)
+    packable = run.network.packable()
+    elements = sum(parameter.numel() for parameter in run.network.parameters())
+    name = f"the target's MTP head ({config.family})" if isinstance(config, MtpConfig) else config.name_or_path
+    has_rows = copies_rows if is_head else config.own_lm_head or run.draft_vocab < config.vocab_size
     return DrafterFacts(
-        name=config.name_or_path or "one layer shaped like the target's",
-        hidden_size=config.hidden_size,
-        aux_width=config.num_aux_hidden_states * filled(config.target_hidden_size),
-        draft_vocab=draft_vocab,
-        element_bytes=element_bytes,
-        count=_EagleLayers(config, element_bytes).count,
-        linears=tuple(size for name, size in packable.items() if name != "lm_head"),
-        head=(draft_vocab, config.hidden_size) if config.own_lm_head or reduced else None,
+        name=name or "one layer shaped like the target's",
+        run=run,
+        linears=tuple(size for matrix, size in packable.items() if matrix != "lm_head"),
+        head=(run.draft_vocab, config.hidden_size) if has_rows else None,
         plain_elements=elements - sum(map(math.prod, packable.values())),
-        fixed_bytes=(8 * draft_vocab if reduced else 0) + 2 * 4 * (filled(config.head_dim) // 2),
+        fixed_bytes=sum(buffer.nbytes for buffer in run.network.buffers()),
     )
-
-
-def _head_facts(config: MtpConfig, element_bytes: int, *, copies_rows: bool) -> DrafterFacts:
-    """Of a head inside a target. Its layers are of the target's class, so they are counted as a target's are."""
-    width, draft_vocab = config.hidden_size, filled(config.draft_vocab_size)
-    precision = next(each for each in SCHEMES.values() if each.dtype_bytes == element_bytes)
-    run = dry_run_of(config.layers_config(), precision)
-    layers: nn.Module = run.decoder.layers
-    linears = tuple(
-        (module.out_features, module.in_features)
-        for name, module in layers.named_modules()
-        if isinstance(module, nn.Linear) and name.endswith(PACKED_MODULES)
-    )
-    in_layers = sum(each.numel() for each in (*layers.parameters(), *layers.buffers()))
-    beside = 2 * width * width + 3 * width  # `fc`, and the norms of embedding, state and output
-    rotary = sum(each.nbytes for name, each in run.decoder.named_buffers() if not name.startswith("layers."))
-    return DrafterFacts(
-        name=f"the target's MTP head ({config.family})",
-        hidden_size=width,
-        aux_width=width,
-        draft_vocab=draft_vocab,
-        element_bytes=element_bytes,
-        count=run.count,
-        linears=linears,
-        head=(draft_vocab, width) if copies_rows else None,
-        plain_elements=beside + in_layers - sum(map(math.prod, linears)),
-        fixed_bytes=(8 * draft_vocab if draft_vocab < config.vocab_size else 0) + rotary,
-    )
-
-
-@dataclass(frozen=True)
-class _EagleLayers:
-    """What an EAGLE drafter's layers take, by formula: its network is built above this room, so it cannot run here."""
-
-    config: Eagle31Config
-    element_bytes: int
-
-    def count(
-        self, tokens: int, slots: int, *, capacity: int, block: int, batch: int = 1, grows: bool = True
-    ) -> ForwardBytes:
-        """As `DryRun.count`."""
-        config, b, rows = self.config, self.element_bytes, batch * tokens
-        width, q_heads, key = config.hidden_size, config.num_attention_heads, filled(config.head_dim)
-        rotated, kv_heads, value = key, filled(config.num_key_value_heads), key
-        if config.is_latent:  # one key, latent and rotated part side by side, and one value, the latent
-            kv_heads, value = 1, filled(config.kv_lora_rank)
-            key += value
-        window = config.sliding_window
-        ring = None if window is None or window >= capacity else max(window - 1, 1)
-        visible, stored = (slots, slots) if ring is None else (ring + tokens, ring + block)
-        mask = rows * visible * b
-        layer = batch * kv_heads * (key + value) * b * stored
-        groups = q_heads // kv_heads
-        beside = [layer * visible // stored if grows else 0]
-        if groups > 1 and tokens > 1 and repeats_mask(tokens, kv_heads, groups, key):
-            beside.append(groups * mask)
-        projected = 2 * key + 5 * width + (q_heads + 2 * kv_heads) * key
-        attention = rows * (projected * b + q_heads * ((key + value) * b + 4)) + max(beside)
-        mlp = rows * b * (2 * rotated + 7 * width + 4 * config.intermediate_size)
-        return ForwardBytes(
-            activations=mask + max(mlp, attention),
-            cache=config.num_hidden_layers * layer,
-            largest_layer=layer,
-        )

@@ -98,7 +98,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(part)
 
 
-# --- a target ---------------------------------------------------------------------------------------------------------
+# --- a forward --------------------------------------------------------------------------------------------------------
 
 READ_BEFORE = 2
 """Tokens read before a measured forward: they allocate what a cache holds already."""
@@ -113,7 +113,7 @@ _FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeE
              IncompatibleTargetError)  # fmt: skip
 
 
-class _FusedKernels(TorchFunctionMode):
+class FusedKernels(TorchFunctionMode):
     """SDPA takes what its fused kernels take; on the meta device it would make all scores. Experts are multiplied in
     any precision, where the meta device knows bf16 alone."""
 
@@ -157,7 +157,7 @@ class ForwardBytes:
 
 
 @dataclass(frozen=True)
-class _Forward:
+class Forward:
     """What is run; `slots` of the longest row, the block's own included.
 
     Attributes:
@@ -175,61 +175,25 @@ class _Forward:
 
 
 @dataclass(frozen=True)
-class _Count:
+class Count:
     """What one run took: bytes alive at each step beside what a cache holds at the end, and the rest, afterwards."""
 
     alive: tuple[int, ...]
     rest: ForwardBytes
 
 
-class DryRun:
-    """A target to be run without memory.
+class CountedForwards:
+    """Forwards that are run without memory, each once.
 
     Args:
-        model: of the target's configuration, on the meta device.
-
-    Raises:
-        MemoryPlanError: it has layers that no draft can be verified on.
+        name: of what is run.
+        windows: slots that each layer sees back; `None`: all.
+        ways: to run a forward; the first that can is taken from then on, or the last one.
     """
 
-    def __init__(self, model: PreTrainedModel):
-        self.model: Any = model
-        self.text: Any = model.config.get_text_config(decoder=True)
-        for each in (self.model.config, self.text):
-            each.pad_token_id = None  # else some look for pads among ids that have no values
-        try:
-            kinds = kinds_from_config(self.text, None, 1)
-        except IncompatibleTargetError as error:
-            raise MemoryPlanError(str(error)) from error
-        self.windows = tuple(kinds.windows)
-        mixers = Mixers(self.model)
-        self.has_states, self.is_decoded_plainly = any(kinds.num_states), bool(mixers.unrecorded)
-        mixers.let_go()
-        self._computed = _skip_layers_alike(self.model, self.text)
-        ours = [partial(self._run_over_our_cache, masks_by_type=each) for each in (None, True, False)]
-        self._ways: list[Callable[[_Forward], _Count]] = [*ours, self._run_over_a_stock_cache]
-        self._turns, self._counts = threading.Lock(), dict[_Forward, _Count]()
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Identifies the target's shape: what a plan depends on besides how weights are packed."""
-        shapes = [(name, *parameter.shape) for name, parameter in self.decoder.named_parameters()]
-        fields = self.text.model_type, getattr(self.text, "tie_word_embeddings", None), shapes
-        return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
-
-    @property
-    def decoder(self) -> Any:
-        """The model without its LM head, and without what sees."""
-        return self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
-
-    @property
-    def takes_eight_bits(self) -> bool:
-        """Whether its keys and values can be stored in 8 bits."""
-        try:
-            refuse_unquantizable(self.text, "int8")
-        except (ConfigurationError, IncompatibleTargetError):
-            return False
-        return True
+    def __init__(self, name: str, windows: Sequence[int | None], ways: Sequence[Callable[[Forward], Count]]):
+        self.windows, self._name, self._ways = tuple(windows), name, list(ways)
+        self._turns, self._counts = threading.Lock(), dict[Forward, Count]()
 
     def count(
         self,
@@ -255,11 +219,6 @@ class DryRun:
         Raises:
             MemoryPlanError: its forward does not run without memory.
         """
-        if self.is_decoded_plainly and tokens > ONE_BY_ONE[1]:  # read one after the other, which takes long here, too
-            how = {"capacity": capacity, "block": block, "batch": batch, "cache_type": cache_type, "grows": grows}
-            few, more = (self.count(number, slots, verifies=verifies, **how) for number in ONE_BY_ONE)  # type: ignore[arg-type]
-            of_a_token = (more.activations - few.activations) // (ONE_BY_ONE[1] - ONE_BY_ONE[0])
-            return replace(more, activations=more.activations + of_a_token * (tokens - ONE_BY_ONE[1]))
         outgrown = [window for window in self.windows if window is not None and window < capacity]
         others = [window for window in self.windows if window is not None and window >= capacity]
         block = max(block, READ_BEFORE) if outgrown else max(tokens, READ_BEFORE)  # elsewhere it changes nothing
@@ -267,7 +226,7 @@ class DryRun:
         most = max(min(others, default=least + LENGTHS_APART), tokens)
         first, second = min(least, most), min(least + LENGTHS_APART, most)
         low, high = (
-            self._count(_Forward(tokens, length, batch, block, cache_type, verifies, grows))
+            self._count(Forward(tokens, length, batch, block, cache_type, verifies, grows))
             for length in (first, second)
         )
 
@@ -275,35 +234,89 @@ class DryRun:
             return shorter if first == second else shorter + (longer - shorter) * (slots - first) // (second - first)
 
         if len(low.alive) != len(high.alive):  # longer rows take more steps
-            low, high = (_Count((max(count.alive),), count.rest) for count in (low, high))
+            low, high = (Count((max(count.alive),), count.rest) for count in (low, high))
         rest = {each.name: at(getattr(low.rest, each.name), getattr(high.rest, each.name)) for each in fields(low.rest)}
         return ForwardBytes(**{**rest, "activations": max(map(at, low.alive, high.alive))})
 
-    def _count(self, forward: _Forward) -> _Count:
+    def _count(self, forward: Forward) -> Count:
         with self._turns:
             if forward not in self._counts:
                 self._counts[forward] = self._run(forward)
             return self._counts[forward]
 
-    # --- one run -----------------------------------------------------------------------------------------------------
-
-    def _run(self, forward: _Forward) -> _Count:
-        """By the first way that this model takes."""
+    def _run(self, forward: Forward) -> Count:
         failures: list[Exception] = []
-        for way in list(self._ways):
+        for way in self._ways:
             try:
                 count = way(forward)
             except _FAILURES as error:
                 failures.append(error)
             else:
-                self._ways = [way, *self._ways[-1:]]
+                self._ways = list(dict.fromkeys((way, self._ways[-1])))
                 return count
         raise MemoryPlanError(
-            f"what {type(self.model).__name__} takes cannot be counted without running it "
-            f"({first_line(failures[0])[:160]}); drafting works without a plan"
+            f"what {self._name} takes cannot be counted without running it ({first_line(failures[0])[:160]}); drafting "
+            "works without a plan"
         ) from failures[0]
 
-    def _run_over_our_cache(self, forward: _Forward, masks_by_type: bool | None) -> _Count:
+
+class DryRun(CountedForwards):
+    """A target to be run without memory.
+
+    Args:
+        model: of the target's configuration, on the meta device.
+
+    Raises:
+        MemoryPlanError: it has layers that no draft can be verified on.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model: Any = model
+        self.text: Any = model.config.get_text_config(decoder=True)
+        for each in (self.model.config, self.text):
+            each.pad_token_id = None  # else some look for pads among ids that have no values
+        try:
+            kinds = kinds_from_config(self.text, None, 1)
+        except IncompatibleTargetError as error:
+            raise MemoryPlanError(str(error)) from error
+        mixers = Mixers(self.model)
+        self.has_states, self.is_decoded_plainly = any(kinds.num_states), bool(mixers.unrecorded)
+        mixers.let_go()
+        self._computed = _skip_layers_alike(self.model, self.text)
+        ours = [partial(self._run_over_our_cache, masks_by_type=each) for each in (None, True, False)]
+        super().__init__(type(model).__name__, kinds.windows, [*ours, self._run_over_a_stock_cache])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the target's shape: what a plan depends on besides how weights are packed."""
+        shapes = [(name, *parameter.shape) for name, parameter in self.decoder.named_parameters()]
+        fields = self.text.model_type, getattr(self.text, "tie_word_embeddings", None), shapes
+        return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
+
+    @property
+    def decoder(self) -> Any:
+        """The model without its LM head, and without what sees."""
+        return self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
+
+    @property
+    def takes_eight_bits(self) -> bool:
+        """Whether its keys and values can be stored in 8 bits."""
+        try:
+            refuse_unquantizable(self.text, "int8")
+        except (ConfigurationError, IncompatibleTargetError):
+            return False
+        return True
+
+    def count(self, tokens: int, slots: int, **how: Any) -> ForwardBytes:
+        """As of `CountedForwards`."""
+        if not self.is_decoded_plainly or tokens <= ONE_BY_ONE[1]:
+            return super().count(tokens, slots, **how)
+        # Read one after the other, which takes long here, too.
+        few, more = (super(DryRun, self).count(number, slots, **how) for number in ONE_BY_ONE)
+        of_a_token = (more.activations - few.activations) // (ONE_BY_ONE[1] - ONE_BY_ONE[0])
+        return replace(more, activations=more.activations + of_a_token * (tokens - ONE_BY_ONE[1]))
+
+    def _run_over_our_cache(self, forward: Forward, masks_by_type: bool | None) -> Count:
         model, before = self.model, forward.slots - forward.tokens
         argument, is_draft = cache_argument(model), forward.verifies and not self.is_decoded_plainly
 
@@ -357,9 +370,9 @@ class DryRun:
             rebuilding=rebuilding * len(with_states) // max(1, len({id(layer) for layer in with_states})),
             logits=logits[:, -1].nbytes,
         )
-        return _Count(alive, rest)
+        return Count(alive, rest)
 
-    def _run_over_a_stock_cache(self, forward: _Forward) -> _Count:
+    def _run_over_a_stock_cache(self, forward: Forward) -> Count:
         """As plain `generate` reads: some take no mask but their own, and are decoded so."""
         model, cache = self.model, DynamicCache(config=self.text)
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -371,7 +384,7 @@ class DryRun:
         computed = {index: sum(map(_bytes_of, (layer.keys, layer.values))) for index, layer in held.items()}
         kept = [computed.get(index, 0) * forward.slots // forward.tokens for index in self._computed]
         alive = tuple(live - sum(computed.values()) for live in counter.steps)
-        return _Count(alive, ForwardBytes(0, sum(kept), max(kept), logits=logits[:, -1].nbytes))
+        return Count(alive, ForwardBytes(0, sum(kept), max(kept), logits=logits[:, -1].nbytes))
 
     @contextmanager
     def _counted(self) -> Iterator[StorageCounter]:
@@ -381,7 +394,7 @@ class DryRun:
         mixers = Mixers(model)
         attending = attending_grouped(self.text) if takes_ours else nullcontext()
         try:
-            with torch.no_grad(), StorageCounter() as counter, _FusedKernels(), attending:
+            with torch.no_grad(), StorageCounter() as counter, FusedKernels(), attending:
                 yield counter
         finally:
             mixers.let_go()

@@ -37,7 +37,6 @@ ROUND = (VERIFY, ACCEPT, UPDATE, DRAFT)
 # Checkpoints of the other methods are packed already.
 _PACKED_WHILE_LOADING = ("bnb-int8", "bnb-nf4", "bnb-fp4")
 _COUNTED = "counted by a run without memory"
-_DRAFTER_FORMULA = "hidden states + max(fc, layers)"
 ACCEPT_BYTES = 4 + 4 + 4 + 8 + 4 + 2
 """For each logit: fp32 scores before and after, a sorted copy and its ids, their sums, and which of them go, twice."""
 
@@ -147,8 +146,8 @@ class _Ledger:
         self.kept = KEPT if self.captured else RUNNING
         self.prefill = self._forward(self.chunk, settings.context)
         self.verify = self._forward(self.nodes, settings.cache_capacity, verifies=True, grows=False)
-        speculates = drafter is not None and settings.speculates
-        self.tapped = drafter.aux_width * target.quantization.dtype_bytes if drafter is not None and speculates else 0
+        read = drafter.run.aux_width if drafter is not None and settings.speculates else 0
+        self.tapped = read * target.quantization.dtype_bytes
 
     def terms(self) -> tuple[LedgerTerm, ...]:
         """All that are not empty."""
@@ -244,34 +243,32 @@ class _Ledger:
         settings, chunk = self.settings, self.chunk
         precision = drafter_quantization(self.target, settings.drafter_precision)
         matrices = f"matrices: {precision.rules.formula}; fc, norms, embedding: elements * {precision.dtype_bytes}"
-        sizes = {"capacity": settings.drafter_capacity, "block": chunk, "batch": self.batch}
+        sizes: dict[str, Any] = {"capacity": settings.drafter_capacity, "block": chunk, "batch": self.batch}
         kept = self._kept_slots(settings.drafter_capacity, settings.shape.drafter_block(chunk))
-        held = drafter.count(settings.shape.draft_block, batch=self.batch, grows=False, **kept)
+        held = drafter.run.count(settings.shape.draft_block, batch=self.batch, grows=False, **kept)
         return [
             LedgerTerm(f"drafter weights, {precision.name}", drafter.weight_bytes(precision), matrices, MOMENTS),
             LedgerTerm(f"draft head, {precision.name}", drafter.head_bytes(precision), "Vd rows of H", MOMENTS),
-            LedgerTerm("drafter cache, full", held.cache, "B * layers * slots * n_kv(dk+dv) * b", self.kept),
-            LedgerTerm("drafter prefill activations", drafter.absorb_bytes(chunk, settings.context, **sizes),
-                       _DRAFTER_FORMULA, (DRAFTER_PREFILL,)),
-            LedgerTerm("drafter update activations", self._update(drafter), _DRAFTER_FORMULA, (UPDATE,)),
-            LedgerTerm("draft activations", self._step(drafter), "max(layers, B*T*Vd * (b+8))", (DRAFT,)),
+            LedgerTerm("drafter cache, full", held.cache, _COUNTED, self.kept),
+            LedgerTerm("drafter prefill activations", drafter.run.count(chunk, settings.context, **sizes).activations,
+                       _COUNTED, (DRAFTER_PREFILL,)),
+            LedgerTerm("drafter update activations", self._update(drafter), _COUNTED, (UPDATE,)),
+            LedgerTerm("draft activations", self._step(drafter), _COUNTED, (DRAFT,)),
             LedgerTerm("drafter layer moving to a larger buffer", held.largest_layer, "its keys and values",
                        (UPDATE, DRAFT)),
             *self._drafter_workspaces(drafter, precision),
         ]  # fmt: skip
 
     def _update(self, drafter: DrafterFacts) -> int:
-        settings = self.settings
-        return drafter.absorb_bytes(
-            settings.draft_tokens + 1, settings.cache_capacity, capacity=settings.drafter_capacity, block=self.chunk,
-            batch=self.batch, grows=False,
-        )  # fmt: skip
+        return self._drafter_forward(drafter, self.settings.draft_tokens + 1, self.settings.cache_capacity)
 
     def _step(self, drafter: DrafterFacts) -> int:
-        capacity = self.settings.drafter_capacity
-        return drafter.step_bytes(
-            self.settings.shape.top_k, capacity, capacity=capacity, block=self.chunk, batch=self.batch, grows=False
-        )
+        settings = self.settings
+        return self._drafter_forward(drafter, settings.shape.top_k, settings.drafter_capacity, verifies=True)
+
+    def _drafter_forward(self, drafter: DrafterFacts, tokens: int, slots: int, **how: Any) -> int:
+        sizes: dict[str, Any] = {"capacity": self.settings.drafter_capacity, "block": self.chunk, "batch": self.batch}
+        return drafter.run.count(tokens, slots, grows=False, **sizes, **how).activations
 
     def _drafter_workspaces(self, drafter: DrafterFacts, precision: Quantization) -> list[LedgerTerm]:
         """What a product with a packed matrix takes. The head sees the last token of a prompt or of a round only."""
@@ -333,7 +330,8 @@ class _Ledger:
     def _drafted(self, drafter: DrafterFacts) -> int:
         """What a step that ends with a draft gives: logits and state to go on from, and logits to be checked by."""
         logits = 1 + self.settings.shape.top_k
-        return self.batch * (drafter.hidden_size + logits * drafter.draft_vocab) * drafter.element_bytes
+        width = drafter.run.config.hidden_size
+        return self.batch * (width + logits * drafter.run.draft_vocab) * drafter.run.dtype.itemsize
 
 
 HOPPER = (9, 0)
