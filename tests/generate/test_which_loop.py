@@ -65,7 +65,9 @@ class Pass(hf.LogitsProcessor):
 
 
 SYNTH_ID = {"watermarking_config": hf.SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3]), "do_sample": True}
+SEVERAL = {"num_return_sequences": 2, "do_sample": True}
 NOT_OURS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "n-grams of prompts": (2, {"encoder_no_repeat_ngram_size": 2, **SEVERAL}, "encoder_no_repeat_ngram_size"),
     "SynthID": (3, SYNTH_ID, "SynthIDTextWatermarkLogitsProcessor"),
     "guidance": (3, {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
     "criteria": (3, {"stopping_criteria": [never]}, "never"),

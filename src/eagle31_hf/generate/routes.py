@@ -151,6 +151,9 @@ def _what_sees_a_batch_as_one(call: Call) -> str | None:
         return f"{', '.join(names)} may keep one state for all rows of a batch"
     if names := call.rules.names:
         return f"{', '.join(names)} may end a row of the batch by what other rows hold"
+    config = call.generation_config
+    if config.encoder_no_repeat_ngram_size and (config.num_return_sequences or 1) > 1:
+        return "encoder_no_repeat_ngram_size knows the n-grams of prompts, of which several rows of the batch share one"
     if call.streamer is not None and not getattr(call.streamer, "takes_rows_apart", False):
         return f"{type(call.streamer).__name__} is shown all rows of the batch at once, token by token"
     return None
