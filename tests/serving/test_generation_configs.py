@@ -107,10 +107,19 @@ def test_served_texts_are_generates(engine: Engine, name: str) -> None:
         check()
 
 
-def test_a_field_that_is_set_to_nothing_counts(engine: Engine) -> None:
+SET_TO_NOTHING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sampling": (
+        {"temperature": 1.5, "min_tokens": 0, "min_p": 0, "top_k": 0},
+        {"do_sample": True, "min_new_tokens": 6, "min_p": 0.2, "top_k": 4, "bad_words_ids": [[13]]},
+    ),
+    "min_length": ({"min_tokens": 0}, {"min_length": 40, "sequence_bias": [[[2], 90.0]]}),
+}
+
+
+@pytest.mark.parametrize("case", SET_TO_NOTHING)
+def test_a_field_that_is_set_to_nothing_counts(engine: Engine, case: str) -> None:
     """0 is no value left out."""
-    body = {"temperature": 1.5, "min_tokens": 0, "min_p": 0, "top_k": 0}
-    fields: dict[str, Any] = {"do_sample": True, "min_new_tokens": 6, "min_p": 0.2, "top_k": 4, "bad_words_ids": [[13]]}
+    body, fields = SET_TO_NOTHING[case]
     with generation_config(engine.drafter.binding.model, **fields):
         for seed in range(4):
             prompt, tokens = served(engine, {**body, "seed": seed})

@@ -105,6 +105,8 @@ def choose_as_generate(model: Any, request: Request, *, device: torch.device) ->
     config.max_length = request.longest
     if request.min_new_tokens is not None:
         config.min_new_tokens = request.min_new_tokens
+    if config.min_new_tokens is not None:
+        config.min_length = len(request.prompt) + config.min_new_tokens
     processors = model._get_logits_processor(
         config,
         input_ids_seq_length=len(request.prompt),
