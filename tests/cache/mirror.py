@@ -109,11 +109,3 @@ class Mirror:
     def rollback(self, lengths: list[int]) -> None:
         self.cache.rollback(lengths)
         self.rows = [row[:n] for n, row in zip(lengths, self.rows, strict=True)]
-
-    def stored(self) -> list[Tensor]:
-        """Every bit that belongs to a committed token, codes and scales, layer by layer and row by row."""
-        found = []
-        for layer in self.cache.layers:
-            for b, row in enumerate(self.rows):
-                found += [buffer[b, :, layer.slots_of(len(row))] for buffer in layer.buffers]
-        return found

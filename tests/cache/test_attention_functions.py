@@ -109,17 +109,11 @@ def test_transformers_own_attention_makes_way(registries: None) -> None:
 # --- cuDNN ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedChanges]:
-    """One of these tests' own: a server that other tests share holds the process's open as long as it runs."""
-    found, own = cuda.cudnn_sdp_enabled(), SharedChanges()
-    monkeypatch.setattr(binding, "CHANGES", own)
+def test_a_drafted_text_does_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Changes of this test's own: a server that other tests share holds the process's open as long as it runs.
+    found = cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(binding, "CHANGES", SharedChanges())
     cuda.enable_cudnn_sdp(True)
-    yield own
-    cuda.enable_cudnn_sdp(found)
-
-
-def test_a_drafted_text_does_without_cudnn(switch: SharedChanges) -> None:
     target, seen = random_target(CONFIGS["llama"]()), []
     drafter = random_drafter(target, aux_layers=[1, 2, 4])
     handle = target.lm_head.register_forward_pre_hook(lambda *_: seen.append(cuda.cudnn_sdp_enabled()))
@@ -132,3 +126,4 @@ def test_a_drafted_text_does_without_cudnn(switch: SharedChanges) -> None:
         assert all(seen)
     finally:
         handle.remove()
+        cuda.enable_cudnn_sdp(found)

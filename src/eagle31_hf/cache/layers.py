@@ -192,7 +192,7 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         for row, length in enumerate(lengths):
-            slots = self.slots_of(length)
+            slots = self._slots_of(length)
             if keys.shape[2] < len(slots):
                 raise UnsupportedGenerationError(
                     f"a cache layer of {length} tokens holds {keys.shape[2]} of them and {len(slots)} are needed to go "
@@ -211,11 +211,11 @@ class SlotLayer(CacheLayerMixin):
         if self.ring is None:
             newest = [buffer[:, :, :length] for buffer in buffers]
         else:
-            newest = [buffer.index_select(2, self.slots_of(length)) for buffer in buffers]
+            newest = [buffer.index_select(2, self._slots_of(length)) for buffer in buffers]
         keys, values = self.unpack(newest)
         return (keys, values) if self.workspace is None else (keys.clone(), values.clone())
 
-    def slots_of(self, length: int) -> Tensor:
+    def _slots_of(self, length: int) -> Tensor:
         """Slots of the tokens still held of rows of `length`, oldest first."""
         slots = range(length) if self.ring is None else ring_slots_of_last(length, self.ring)
         return torch.tensor(slots, dtype=torch.long, device=self.device)

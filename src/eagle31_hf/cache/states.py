@@ -237,12 +237,14 @@ class StateLayer(LinearAttentionLayer):
 
     def _own(self, key: StateKey, like: Tensor) -> None:
         """Hold such a state of every row, empty so far. `like`: `(*, ...)`."""
-        kind, number = key
         rows = self.placement.reserved_rows or self.placement.batch_size
-        self._committed[key] = self.make_state(key, like[:1].expand(rows, *like.shape[1:]))
+        self._hold(key, self.make_state(key, like[:1].expand(rows, *like.shape[1:])))
+
+    def _hold(self, key: StateKey, state: Tensor) -> None:
+        (kind, number), self._committed[key] = key, state
         if kind == CONVOLUTION:
             self.is_conv_states_initialized[number] = True
-            self.conv_kernel_size[number] = like.shape[-1]
+            self.conv_kernel_size[number] = state.shape[-1]
         else:
             self.is_recurrent_states_initialized[number] = True
 

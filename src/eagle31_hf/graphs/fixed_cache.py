@@ -24,7 +24,7 @@ from ..cache.placement import Placement
 from ..cache.row_pool import RowPool
 from ..cache.speculative import SpeculativeCache
 from ..cache.state_tape import Recorded
-from ..cache.states import CONVOLUTION, BlockTrace, StateLayer
+from ..cache.states import BlockTrace, StateLayer
 from ..drafting.host_numbers import on_device
 from ..errors import UnsupportedGenerationError
 
@@ -102,13 +102,8 @@ class FixedStates(StateLayer):
 
     def take_states(self, source: StateLayer) -> None:
         """Stand for the states that this layer has committed of its rows."""
-        self._committed = source.committed
-        for (kind, number), state in self._committed.items():
-            if kind == CONVOLUTION:
-                self.is_conv_states_initialized[number] = True
-                self.conv_kernel_size[number] = state.shape[-1]
-            else:
-                self.is_recurrent_states_initialized[number] = True
+        for key, state in source.committed.items():
+            self._hold(key, state)
 
     def trace(self) -> BlockTrace:
         """As of any layer; outputs of a step must not be weights themselves."""
