@@ -149,19 +149,14 @@ def _of_device(index: int) -> CapturesOnCuda:
     return CapturesOnCuda(torch.device("cuda", index))
 
 
-def capture_on_cuda(run: Run) -> Recording:
-    """By a CUDA graph on the current device; see `CapturesOnCuda`. Other threads may go on using the device."""
-    return _of_device(torch.cuda.current_device())(run)
-
-
 # --- steps ------------------------------------------------------------------------------------------------------------
 
-Capture = Callable[[Callable[[], Sequence[Tensor]]], Recording]
-"""Records what a function without arguments launches."""
+Capture = Callable[[Run], Recording]
+"""Records what a step launches."""
 
 
-CAPTURES: dict[str, Capture] = {"cuda": capture_on_cuda}
-"""By type of device."""
+CAPTURES: dict[str, Capture] = {"cuda": lambda run: _of_device(torch.cuda.current_device())(run)}
+"""By type of device, on the current one. Other threads may go on using the device."""
 
 
 @dataclass(frozen=True)

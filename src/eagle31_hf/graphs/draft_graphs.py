@@ -337,11 +337,8 @@ class CompiledDrafting:
             by: what they are chosen by, of the next `shape.depth` positions.
         """
         root, levels = self.root, shape.stepped_levels
-        if shape.is_tree and (self.graphs.disabled_reason or depth < 2):
+        if self.graphs.disabled_reason or (shape.is_tree and shape.depth < 2):
             return None
-        if shape.is_tree and depth < shape.depth:  # the last of a text, not worth a graph
-            choice = choosing.of_drafts(by)
-            return grow_tree(root, self.session.step, self.draft_ids, roots, shape.cut_to(depth), choice)
         self.session.cache.place(1)
         if not self.inputs.make_room(shape.top_k * levels):
             return None
