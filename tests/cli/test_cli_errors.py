@@ -60,6 +60,7 @@ REFUSED = {
     "generate --target {target} --prompt x": "no drafter given",
     "chat --target {target}": "no drafter given.*--drafter none",
     "bench {target}": "no drafter given",
+    "bench {top}/no/target": "no such folder",
     "generate --target {drafter} --drafter {target} --prompt x": IS_DRAFTER,
     "chat --target {drafter} --drafter {target}": IS_DRAFTER,
     "doctor --target {drafter} --drafter {target}": IS_DRAFTER,
@@ -126,7 +127,7 @@ USAGE_ERRORS = {
     "convert {drafter} {top}/out --allow-loss": "convert --allow-loss went in 0.2.0",
     "bench --batch 1,x": "got --batch 1,x: wanted whole numbers",
     "bench --batch 0": "got --batch 0: wanted whole numbers",
-    "bench --dtype int8": "'int8' is not one of",
+    "bench --dtype int8": "got --dtype int8: 'int8' is not one of",
     "bench --new-tokens 2": "got --new-tokens 2: ",
     **{
         f"plan x --context {context}": f"got --context {context}: wanted a number of tokens"

@@ -130,7 +130,8 @@ def _end_with_line(error: Exception, words: Sequence[str], command: Any = None) 
     line = error.format_message().strip().rstrip(".")
     wrong = next((each for each in getattr(getattr(error, "param", None), "opts", ()) if each in values), None)
     if wrong is not None:
-        line = f"got {wrong} {values[wrong]}: {getattr(error, 'message', line).rstrip('.')}"
+        why = getattr(error, "message", line).removeprefix("Value error, ").rstrip(".")  # of pydantic, which typer asks
+        line = f"got {wrong} {values[wrong]}: {why}"
     advice = f"see eagle31 {name}--help"
     if line.startswith("Got unexpected extra argument"):  # it is often a target, a drafter or a prompt
         options = [each for option in command.params for each in option.opts]

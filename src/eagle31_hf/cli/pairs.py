@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_peft_available
 
 from ..checkpoints import require_head, target_holds_head
+from ..checkpoints.hub import can_be_hub_id, folder_meant
 from ..demo import Messages, drafter_path, target_path
 from ..drafter.assistant import Assistant, NoDrafter
 from ..drafter.drafter import Eagle31Drafter, MtpDrafter
@@ -174,6 +175,9 @@ def load_pair(
     """
     source = _with_own_head(source)
     if source.target is not None and source.drafter is None:
+        if not Path(source.target).exists() and not can_be_hub_id(source.target):
+            meant = folder_meant(source.target) or "; check the path"
+            raise ConfigurationError(f"no target at {source.target!r}: no such folder{meant}")
         without = "" if needs_drafter else ", or pass --drafter none to look drafts up in the text"
         raise ConfigurationError(
             f"no drafter given for {source.target!r}; name one trained for it with --drafter{without}"
