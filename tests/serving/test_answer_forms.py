@@ -20,7 +20,7 @@ from eagle31_hf.serving.text import Event, Request, Usage
 from eagle31_hf.texts.answer_forms import form_of
 from eagle31_hf.texts.decoder import IncrementalDecoder
 from helpers import demo_tokenizer
-from loopback import chat
+from loopback import MESSAGES, chat
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {
@@ -310,6 +310,15 @@ def test_calls_are_named_as_the_template_wants_them_back(name, ids):
     calls = writer.whole([Usage(1)])["choices"][0]["message"]["tool_calls"]
     assert re.fullmatch(ids, " ".join(call["id"] for call in calls))
     assert piece["choices"][0]["delta"]["tool_calls"][0]["id"] == calls[0]["id"]
+
+
+def test_one_call_where_one_was_asked_for():
+    body = parse(ChatBody, {"model": "demo", "messages": MESSAGES, "tools": TOOLS, "parallel_tool_calls": False})
+    tokenizer = tokenizer_of("Hermes JSON")
+    writer = writer_of("demo", tokenizer, form_of(tokenizer), body, [Request((5,), 9)])
+    pieces = writer.pieces(0, Event(Usage(1), FORMS["Hermes JSON"][1]([("f-2", {})] * 2), (5,), finish="stop"))
+    assert sum("tool_calls" in piece["choices"][0]["delta"] for piece in pieces) == 1
+    assert len(writer.whole([Usage(1)])["choices"][0]["message"]["tool_calls"]) == 1
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Kimi K2", "DeepSeek V3.1"])

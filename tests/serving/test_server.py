@@ -69,6 +69,16 @@ def test_stop_strings_end_a_text_and_are_cut_off(client, pair):
     assert streamed == whole[: whole.index(stop)]
 
 
+def test_stop_tokens_end_a_text_without_being_told(client, pair):
+    whole = pair.answer(QUESTION)
+    ids = pair.tokenizer(whole, add_special_tokens=False)["input_ids"]
+    told = chat(client, extra_body={"stop_token_ids": [ids[6]]}).choices[0]
+    first = ids.index(ids[6])
+    assert (told.message.content, told.finish_reason) == (pair.tokenizer.decode(ids[:first]), "stop")
+    kept = chat(client, extra_body={"stop_token_ids": [ids[6]], "include_stop_str_in_output": True}).choices[0]
+    assert kept.message.content == pair.tokenizer.decode(ids[: first + 1])
+
+
 def test_a_limit_of_minus_one_is_none(client, pair):
     """llama.cpp's and LM Studio's clients send it."""
     for limit in ({"max_tokens": -1}, {"max_completion_tokens": -1}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,6 @@ def chat(
     Chat(console, session, colour=colour, thoughts=thoughts).run(read)
 
 
-class Leave(Exception):
-    """The user wants to go."""
-
-
 class Chat:
     """Commands and answers of one session on a console.
 
@@ -74,20 +70,17 @@ class Chat:
         self.colours, self.thinking = colour, thoughts
 
     def run(self, read: Callable[[], str]) -> None:
-        """Until `read` raises `EOFError`, or the user leaves."""
-        while True:
-            try:
-                line = read().strip()
-            except KeyboardInterrupt:  # an empty line instead of the one being typed
-                continue
-            except EOFError:
-                return
-            try:
-                self.take(line)
-            except Leave:
-                return
-            except Eagle31Error as error:
-                self.console.print(error_line(error))
+        """Until `read`, or the command to leave, raises `EOFError`."""
+        with suppress(EOFError):
+            while True:
+                try:
+                    line = read().strip()
+                except KeyboardInterrupt:  # an empty line instead of the one being typed
+                    continue
+                try:
+                    self.take(line)
+                except Eagle31Error as error:
+                    self.console.print(error_line(error))
 
     def take(self, line: str) -> None:
         """One line: a command, or something to answer."""
@@ -159,7 +152,7 @@ class Chat:
 
     def quit(self, _rest: str) -> None:
         """leave"""
-        raise Leave
+        raise EOFError
 
 
 NAMES = "help system reset undo retry stats temperature quit"
