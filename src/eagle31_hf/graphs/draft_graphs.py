@@ -342,20 +342,13 @@ class CompiledDrafting:
         self.session.cache.place(1)
         if not self.inputs.make_room(shape.top_k * levels):
             return None
-        key = GraphKey("chain", len(roots), shape.depth, (self.inputs.num_slots,), choosing.draft_key)
-        if shape.is_tree:
-            key = key._replace(kind="tree", size=shape.nodes, shape=(shape.depth, shape.top_k, *key.shape))
+        kind, size = ("tree", shape.nodes) if shape.is_tree else ("chain", shape.depth)
+        key_shape = shape.depth, shape.top_k, self.inputs.num_slots
         drafted: Drafted | None = self.graphs.run_or_eager(
-            key,
+            GraphKey(kind, len(roots), size, key_shape, choosing.draft_key),
             partial(whole_step, self.drafter, shape, choosing),
             lambda: (
-                DraftInputs(
-                    *root,
-                    self.inputs.slots(shape.top_k * levels),
-                    roots,
-                    self.rotary(levels),
-                    by,
-                ),
+                DraftInputs(*root, self.inputs.slots(shape.top_k * levels), roots, self.rotary(levels), by),
                 self.inputs.fixed,
             ),
             lambda: None,

@@ -188,9 +188,9 @@ class RoundStep:
             slots, rotary = inputs.slots(self.width + self.draft_slots), drafting.rotary(self.width + self.levels)
             return logits, aux, nodes, slots, rotary, by, inputs.fixed
 
-        key_shape = (shape.depth, shape.top_k) if shape.is_tree else ()
+        key_shape = shape.depth, shape.top_k, inputs.num_slots
         made: AcceptedAhead | None = drafting.graphs.run_or_eager(
-            GraphKey("advance", len(tree.tokens), tree.size, (*key_shape, inputs.num_slots), self.choosing.key),
+            GraphKey("advance", len(tree.tokens), tree.size, key_shape, self.choosing.key),
             self,
             filled,
             lambda: None,
