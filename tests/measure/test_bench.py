@@ -190,7 +190,7 @@ def test_a_wrong_answer_forbids_the_speedup():
     assert (told["same_text"], told["methods"][1]["speedup"], told["methods"][1]["answers"]) == (
         False, None, {"different": 2},
     )  # fmt: skip
-    assert "drafter differs, random/0 from its token 5 on: not a tie" in shown(result)
+    assert "drafter: random/0 is another text from token 5 on, not a tie" in shown(result)
     assert "refused" in shown(result)
 
 
@@ -245,7 +245,7 @@ def test_ties_and_steps_down_are_noted(measured_once):
     stats = replace(tie.stats, loop="plain", reason="not today", fallbacks=["steps stay eager"])
     text = shown(summarise(replace(measured_once, calls=[*measured_once.calls, replace(tie, stats=stats)])))
     assert "up to ties" in text
-    assert "from its token 4 on: a tie (logits 0.01 apart" in text
+    assert "from token 4 on, by a tie (two tokens' logits are 0.01 apart" in text
     assert "served by plain: not today" in text
     assert "served by steps stay eager" in text
     wrong = replace(tie, verdicts=(Verdict(Kind.DIFFERENT, 2, 1.0, 0.0),))
@@ -256,7 +256,7 @@ def test_ties_and_steps_down_are_noted(measured_once):
 def test_the_repeats_named_are_those_that_were_written(measured_once):
     """Of the planned ones as many as there was time for."""
     origin = {"device": "cpu", "threads": 2, "processor": "some", "dtype": "float32"}
-    for written, words in ((1, "of 1 interleaved repeat"), (2, "of 2 interleaved repeats")):
+    for written, words in ((1, "of 1 repeat"), (2, "of 2 repeats")):
         calls = [replace(call, repeat=repeat) for repeat in range(written) for call in measured_once.calls]
         cut = replace(measured_once, calls=calls, settings=replace(measured_once.settings, repeats=3))
         assert conditions_line(cut, origin).plain.endswith(words)

@@ -58,7 +58,7 @@ def conditions_line(measured: Measured, origin: dict[str, Any]) -> Text:
     device = count(origin["threads"], "CPU thread") if origin["device"] == "cpu" else origin["device"]
     return Text(
         f"{count(prompts, 'prompt')}, up to {measured.settings.new_tokens} tokens each, {sampling}, {device} "
-        f"({origin['processor']}), {origin['dtype']}; medians and spreads of {count(repeats, 'interleaved repeat')}",
+        f"({origin['processor']}), {origin['dtype']}; medians and spreads of {count(repeats, 'repeat')}",
         style="dim",
     )
 

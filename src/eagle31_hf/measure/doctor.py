@@ -388,9 +388,10 @@ def reading_findings(
         scores = score_readings(drafter, texts, other_readings(drafter.config, 0), DEPTH, on_step)
         return scores, [_head_finding(drafter.config, scores)]
     vocabulary = score_vocabulary(drafter, texts, [replay(drafter, text, depth=DEPTH) for text in texts])
-    text = f"{vocabulary.as_mapped:.0%} of first drafts right by d2t, {vocabulary.as_seen:.0%} by what followed them"
+    text = f"{vocabulary.as_mapped:.0%} of first drafts right by its table (d2t)"
     if vocabulary.is_wrong:  # every reading is then measured on wrong tokens
         advice = "d2t maps draft ids to the wrong tokens: offsets and ids may be mixed up, or it is of another drafter"
+        text += f", {vocabulary.as_seen:.0%} by a table counted in these texts"
         wrong = Finding("draft vocabulary", "problem", text, advice)
         return [], [wrong, Finding("layers and norms", "note", "not tried while d2t is wrong")]
     readings = other_readings(drafter.config, len(drafter.binding.layers))

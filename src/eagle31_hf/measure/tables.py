@@ -148,8 +148,8 @@ def _difference_lines(result: MethodResult) -> Iterator[str]:
 
     def line(prompt: str, found: Verdict, what: str) -> str:
         return (
-            f"{result.method.name} differs, {prompt} from its token {found.position + 1} on: {what} (logits "
-            f"{found.logit_gap:.3g} apart, the target's own rounding moves them by {found.rounding:.3g})."
+            f"{result.method.name}: {prompt} is another text from token {found.position + 1} on, {what} (two tokens' "
+            f"logits are {found.logit_gap:.3g} apart, rounding alone moves them by {found.rounding:.3g})."
         )
 
     ties = [(prompt, found) for prompt, found in result.differences.items() if found.kind is Kind.TIE]
@@ -158,7 +158,7 @@ def _difference_lines(result: MethodResult) -> Iterator[str]:
             yield line(prompt, found, "not a tie")
     if ties:
         widest = max(ties, key=lambda each: each[1].logit_gap)
-        yield line(*widest, "a tie" if len(ties) == 1 else f"a tie, the widest of {len(ties)}")
+        yield line(*widest, "by a tie" if len(ties) == 1 else f"by the widest of {len(ties)} ties")
 
 
 def _number(value: float | None, spec: str) -> str:
