@@ -20,7 +20,7 @@ from ..checkpoints.mtp_network import MtpNetwork
 from ..config import Eagle31Config, MtpConfig
 from ..errors import MemoryPlanError
 from ..targets.fresh_drafter import default_config
-from .dry_run import READ_BEFORE, Count, CountedForwards, Forward, ForwardBytes, FusedKernels, StorageCounter
+from .dry_run import Count, CountedForwards, Forward, ForwardBytes, FusedKernels, StorageCounter, read_before
 from .target_facts import TargetFacts, load_config
 from .weights import Quantization
 
@@ -32,8 +32,10 @@ OWN_HEAD = "mtp"
 
 
 class DrafterRun(CountedForwards):
-    """A drafter's network, to be run without memory: over hidden states of the target, which stay alive throughout and
-    after which the last token's logits are wanted, or where it "verifies" as in a draft step, which ranks all logits.
+    """A drafter's network, to be run without memory.
+
+    Its forwards read hidden states of the target, which stay alive throughout, and give the last token's logits. Those
+    that verify are draft steps instead: they read what was fed back, and all logits are ranked.
 
     Args:
         dtype: it computes in.
@@ -54,42 +56,31 @@ class DrafterRun(CountedForwards):
         super().__init__(kind.__name__, windows, [self._run_over_our_cache])
 
     def _run_over_our_cache(self, forward: Forward) -> Count:
-        network, before = self.network, forward.slots - forward.tokens
-
-        def empty(tokens: int, width: int) -> Tensor:
-            return torch.empty(forward.batch, tokens, width, dtype=self.dtype, device="meta")
-
-        def read(states: Tensor) -> DrafterOutput:
-            tokens = states.shape[1]
-            mask: Any = cache.attention_mask(dtype=self.dtype)
-            hidden = states if forward.verifies else network.fuse_aux(states)
-            embedded = empty(tokens, self.config.hidden_size)
-            return network.decode(embedded, hidden, network.rotary(cache.position_ids()), mask, cache)
-
-        width = self.config.hidden_size if forward.verifies else self.aux_width
         with torch.no_grad(), StorageCounter() as counter, FusedKernels():
             cache = SpeculativeCache(
                 LayerKinds(list(self.windows)), batch_size=forward.batch, capacity=forward.slots, block=forward.block,
                 slab=1 if forward.grows else None, device="meta",
             )  # fmt: skip
-            if first := min(READ_BEFORE, before):
-                cache.place(first)
-                read(empty(first, width))
-                cache.commit(first)
-                cache.make_room(before)
-                cache.placement.set_lengths([before] + [before - 1] * (forward.batch - 1))
+            read_before(forward, cache, lambda tokens: self._read(forward, cache, tokens))
             counter.restart_peak()
-            states = empty(forward.tokens, width)
             cache.place(forward.tokens)
-            out = read(states)
-            logits = empty(forward.tokens if forward.verifies else 1, self.draft_vocab)
-            if forward.verifies:
-                logits = logits.float().log_softmax(-1)
-            kept = [layer.num_bytes for layer in cache.attending]
+            self._read(forward, cache, forward.tokens)
             alive = tuple(live - cache.num_bytes for live in counter.steps)
-            del out, states
-        beside = cache.num_bytes - sum(kept)
-        return Count(alive, ForwardBytes(0, sum(kept), max(kept, default=0), beside))
+        kept = [layer.num_bytes for layer in cache.attending]
+        return Count(alive, ForwardBytes(0, sum(kept), max(kept, default=0), cache.num_bytes - sum(kept)))
+
+    def _read(self, forward: Forward, cache: SpeculativeCache, tokens: int) -> Tensor:
+        steps, width = forward.verifies, self.config.hidden_size if forward.verifies else self.aux_width
+        states = torch.empty(forward.batch, tokens, width, dtype=self.dtype, device="meta")
+        out = self._decode(cache, states, steps=steps)
+        logits = out.normed.new_empty(forward.batch, tokens if steps else 1, self.draft_vocab)
+        return logits.float().log_softmax(-1) if steps else logits
+
+    def _decode(self, cache: SpeculativeCache, states: Tensor, *, steps: bool) -> DrafterOutput:
+        mask: Any = cache.attention_mask(dtype=self.dtype)
+        hidden = states if steps else self.network.fuse_aux(states)
+        embedded = states.new_empty(*states.shape[:2], self.config.hidden_size)
+        return self.network.decode(embedded, hidden, self.network.rotary(cache.position_ids()), mask, cache)
 
 
 @dataclass(frozen=True)

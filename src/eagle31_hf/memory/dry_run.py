@@ -1,9 +1,10 @@
-"""What a forward of a target takes, counted by running it without memory.
+"""What a forward takes, counted by running it without memory.
 
-The model `transformers` makes of a configuration runs on the meta device as the loop runs it: over our cache, with its
-masks, and attending as we do. Every storage is counted. Nothing is known of families: what a layer of a new one takes
-is seen. What is alive at one step of a forward grows with the slots of a row along a straight line, so two runs tell
-what any number of slots takes. Layers alike take the same, so the first two compute and the others are multiplied.
+The model `transformers` makes of a target's configuration runs on the meta device as the loop runs it: over our cache,
+with its masks, and attending as we do; a drafter's network likewise (`drafter_facts`). Every storage is counted.
+Nothing is known of families: what a layer of a new one takes is seen. What is alive at one step of a forward grows with
+the slots of a row along a straight line, so two runs tell what any number of slots takes. Layers of a target that are
+alike take the same, so the first two compute and the others are multiplied.
 
 A `StorageCounter` sees storages as they come and go: what eager PyTorch allocates, to within half a percent of the CPU
 allocator's own log. What it cannot see are workspaces inside kernels, among them those that unpack weights, and tensors
@@ -182,6 +183,17 @@ class Count:
     rest: ForwardBytes
 
 
+def read_before(forward: Forward, cache: SpeculativeCache, read: Callable[[int], object]) -> None:
+    """Give rows what they have before the forward: `read` of a few tokens makes every layer's buffers."""
+    before = forward.slots - forward.tokens
+    if first := min(READ_BEFORE, before):
+        cache.place(first)
+        read(first)
+        cache.commit(first)
+        cache.make_room(before)
+        cache.placement.set_lengths([before] + [before - 1] * (forward.batch - 1))
+
+
 class CountedForwards:
     """Forwards that are run without memory, each once.
 
@@ -317,7 +329,7 @@ class DryRun(CountedForwards):
         return replace(more, activations=more.activations + of_a_token * (tokens - ONE_BY_ONE[1]))
 
     def _run_over_our_cache(self, forward: Forward, masks_by_type: bool | None) -> Count:
-        model, before = self.model, forward.slots - forward.tokens
+        model = self.model
         argument, is_draft = cache_argument(model), forward.verifies and not self.is_decoded_plainly
 
         def read(tokens: int, logits_to_keep: int) -> Tensor:
@@ -336,12 +348,7 @@ class DryRun(CountedForwards):
                 slab=1 if forward.grows else None, masks_by_type=masks_by_type, cache_type=forward.cache_type,
                 device="meta",
             )  # fmt: skip
-            if first := min(READ_BEFORE, before):
-                cache.place(first)
-                read(first, 1)
-                cache.commit(first)
-                cache.make_room(before)
-                cache.placement.set_lengths([before] + [before - 1] * (forward.batch - 1))
+            read_before(forward, cache, lambda tokens: read(tokens, 1))
             counter.restart_peak()
             cache.place(forward.tokens, is_draft=is_draft)
             logits = read(forward.tokens, 0 if forward.verifies else forward.batch)

@@ -78,9 +78,9 @@ def plan_memory(
         context: tokens of the longest row, prompt and new ones; `None`: 8,192, or what the target was trained for if
             that is less.
         batch: rows.
-        draft_tokens: depth of a draft, 0 for none; `None`: what is drafted where nobody asks (chains of up to 7 tokens,
-            12 on a CPU, and trees of 8 nodes where steps are captured), or a chain of 3 if that fits.
-        tree_width: children per node of a tree; 1 is a chain, and `None` as many as its size allows.
+        draft_tokens: depth of a draft, 0 for none; `None`: what is drafted by default (chains of up to 7 tokens and
+            trees of 8 nodes where steps are captured, chains of 12 on a CPU, else of 6), or a chain of 3 if that fits.
+        tree_width: children per node of a tree; 1 is a chain, and `None` two if `tree_size` is given.
         tree_size: nodes verified per round, root included; `None`: by depth and width, or a chain, if `draft_tokens`
             alone was asked for.
         prefill_chunk: prompt tokens per forward; `None`: the largest of 2048 to 256 that fits.
