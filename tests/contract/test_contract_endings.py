@@ -50,7 +50,7 @@ def test_end_of_sequence_inside_a_draft(name: str, loop: str, size: int) -> None
 
 @pytest.mark.parametrize(("name", "shape", "eos"), matrix(FAMILIES, [*OWN], (False, True)))
 def test_custom_criteria_inside_a_block(name: str, shape: str, eos: bool) -> None:
-    """Of one text; those of a batch may look at all rows (tests/generate/test_criteria.py)."""
+    """Of one text; those of a batch may look at all rows (tests/generate/test_callers_code.py)."""
     free, divisor = batch_of(name, 1), (3, 7)[FAMILIES.index(name) % 2]
     ids = {"eos_token_id": int(free.plain[0, -3])} if eos else {}
     rules = {"stopping_criteria": hf.StoppingCriteriaList([DigitSum(free.prompt_length, divisor)])}
