@@ -2,10 +2,19 @@
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import figures
 import pytest
+from transformers import LlamaConfig
+
+from eagle31_hf.memory import MemoryPlan, plan_memory
+from eagle31_hf.memory.cards import MIB
+from eagle31_hf.memory.drafter_facts import read_drafter
+from eagle31_hf.memory.known_targets import known_targets
+from eagle31_hf.memory.ledger import drafter_quantization
+from eagle31_hf.memory.target_facts import read_target
 
 ROOT = Path(__file__).parents[1]
 RECORDS = sorted((ROOT / "docs" / "records").glob("*"))
@@ -95,40 +104,43 @@ def test_a_place_that_is_not_in_the_record_is_named(records, place):
         figure.value()
 
 
+def plan_of(target: str, card: str, scheme: str, cache_type: str = "full") -> MemoryPlan:
+    how = {"context": 2048, "draft_tokens": 6, "prefill_chunk": 1024, "cache_type": cache_type}
+    return plan_memory(known_targets()[target].config, quantization=scheme, card=card, **how)
+
+
 @pytest.mark.slow
 def test_the_table_of_what_fits_is_what_the_planner_says():
-    """docs/memory.md's table of contexts, its head and remarks in brackets aside."""
-    from home_lab import home_lab_table
+    """docs/memory.md's table of the longest contexts, its head and remarks in brackets aside."""
 
     def rows(text):
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
         return [[re.sub(r" \(.*\)", "", cell) for cell in row] for row in cells[2:]]
 
-    def thousands(tokens):
+    def longest(target, card, scheme):
+        plan = plan_of(target, card, scheme)
+        tokens = min(plan.longest_context, plan.target.max_position_embeddings or plan.longest_context)
         return "no" if tokens < 1024 else f"{tokens // 1024}k"
 
-    planned = [[target, *map(thousands, found.values())] for target, found in home_lab_table().items()]
+    columns = list(product(("RTX 4090", "RTX A6000"), ("bf16", "bnb-int8", "bnb-nf4-dq")))
+    planned = [[target, *(longest(target, *column) for column in columns)] for target in known_targets()]
     section = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").partition("## What fits on one card")[2]
     assert rows(section.partition("\n## ")[0]) == planned
 
 
 @pytest.mark.slow
 def test_the_table_of_8_bit_caches_is_what_the_planner_says():
-    from home_lab import CACHED, cache_table
-
+    """Whatever the target was trained for."""
     page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
-    for (target, weights, card), (full, packed) in zip(CACHED, cache_table(), strict=True):
-        assert f"| {target}, {weights} | {card} | {full:,} | {packed:,} |" in page
+    rows = re.findall(r"^\| (.+), (bf16|int8|nf4) \| (RTX \w+) \| ([\d,]+) \| ([\d,]+) \|$", page, re.M)
+    assert len(rows) == 6
+    schemes = {"bf16": "bf16", "int8": "bnb-int8", "nf4": "bnb-nf4-dq"}
+    for target, weights, card, *shown in rows:
+        plans = [plan_of(target, card, schemes[weights], cache) for cache in ("full", "int8")]
+        assert shown == [f"{plan.longest_context:,}" for plan in plans], (target, weights, card)
 
 
 def test_the_table_of_packed_drafters_is_what_the_planner_says():
-    from transformers import LlamaConfig
-
-    from eagle31_hf.memory.cards import MIB
-    from eagle31_hf.memory.drafter_facts import read_drafter
-    from eagle31_hf.memory.ledger import drafter_quantization
-    from eagle31_hf.memory.target_facts import read_target
-
     config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
                          num_hidden_layers=32, vocab_size=128256)  # fmt: skip
     target = read_target(config, "bf16")

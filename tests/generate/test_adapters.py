@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from kept_pairs import GREEDY, assert_plain, keep_graphs, kinds, settle
 from torch import Tensor
 from transformers import LlamaConfig
 
-from adapter_changes import CHANGES, adapted, peft
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.graphs import captured
@@ -34,6 +33,8 @@ from helpers import (
     seeded,
 )
 from recorder import Recorder, record_operations
+
+peft = pytest.importorskip("peft")
 
 TREE: dict[str, Any] = {"draft_top_k": 2, "draft_tree_size": 9}
 WITHOUT_OUT_PROJ = ("nemotron_h", "falcon_h1", "mamba2")
@@ -153,8 +154,66 @@ def test_tokens_of_an_adapter_of_their_own(target: Any, drafter: Eagle31Drafter)
 # --- graphs that were made before -------------------------------------------------------------------------------------
 
 
+def lora_layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)]
+
+
+def disable(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+def choose_the_other(model: Any) -> None:
+    model.set_adapter("B")
+
+
+def choose_both(model: Any) -> None:
+    model.base_model.set_adapter(["A", "B"])
+
+
+def scale(model: Any) -> None:
+    lora_layers(model)[2].scale_layer(2.0)
+
+
+def set_scale(model: Any) -> None:
+    lora_layers(model)[0].set_scale("A", 3.0)
+
+
+def rescale(model: Any) -> None:
+    for layer in lora_layers(model):  # as peft.helpers.rescale_adapter_scale does
+        layer.scaling = {name: scale * 0.3 for name, scale in layer.scaling.items()}
+
+
+def weigh(model: Any) -> None:
+    model.add_weighted_adapter(["A", "B"], [0.7, 0.6], "C", combination_type="linear")
+    model.set_adapter("C")
+
+
+def merge(model: Any) -> None:
+    model.merge_adapter(["A"])
+
+
+def delete(model: Any) -> None:
+    model.delete_adapter("A")
+
+
+def train(model: Any) -> None:
+    model.train()
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    change.__name__: change
+    for change in (disable, choose_the_other, choose_both, scale, set_scale, rescale, weigh, merge, delete, train)
+}
+
+
 def adapted_pair() -> tuple[Any, Eagle31Drafter]:
-    model = adapted(random_target(LlamaConfig(**GROUPED | {"num_hidden_layers": 2})))
+    """Of adapters A and B, A is at work."""
+    with seeded(0):
+        small = random_target(LlamaConfig(**GROUPED | {"num_hidden_layers": 2}))
+        model = peft.get_peft_model(small, lora(), adapter_name="A")
+        model.add_adapter("B", lora())
+    model.set_adapter("A")
+    model.eval()
     drafter = settle(random_drafter(model.get_base_model(), aux_layers=[0, 1, 2]))
     drafter.generation_config.num_assistant_tokens = 1  # to record an operation takes a second
     return model, drafter

@@ -22,11 +22,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
 
-from adapter_changes import peft
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.graphs.seen import ModelState, SeenWeights, weights_of
 from families import RECURRENT_FAMILIES, TEXT_FAMILIES, recurrent_target
 from helpers import CONFIGS, random_target
+
+peft = pytest.importorskip("peft")
 
 OTHER_ADAPTERS: dict[str, Any] = {
     "DoRA": lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], use_dora=True),
