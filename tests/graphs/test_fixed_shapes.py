@@ -11,10 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-from compiled_pairs import CHAIN, NARROW, WINDOWED, pair_of, write
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.graph_sizes import NODE_BUCKET, node_bucket, slot_bucket
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.graphs.captured import CapturesSteps
@@ -24,7 +24,52 @@ from eagle31_hf.loop.accept import Accepted
 from eagle31_hf.loop.choosing import RoundBatch
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.targets.binding import TargetOutput, Verification
-from helpers import RoundWrapper, assert_same_text, configured, left_padded, random_prompts, wrapped_rounds
+from helpers import (
+    CONFIGS,
+    RoundWrapper,
+    assert_same_text,
+    configured,
+    left_padded,
+    oracle_drafts,
+    random_drafter,
+    random_prompts,
+    random_target,
+    use_fixed_shapes_only,
+    wrapped_rounds,
+)
+
+CHAIN: dict[str, Any] = {"num_assistant_tokens": 5}
+# As many nodes as are compiled for a chain.
+NARROW: dict[str, Any] = {"draft_top_k": 2, "draft_tree_size": 8, "num_assistant_tokens": 4}
+WINDOWED = ("mistral", "gemma3")  # families with sliding windows
+NEW_TOKENS = 40
+
+
+def pair_of(family: str, layers: int = 4, **overrides: Any) -> Eagle31Drafter:
+    """A drafter of its own attached to a target of its own, so that no test sees another's graphs."""
+    config = CONFIGS[family]()
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    return random_drafter(random_target(config), aux_layers=[0, 1, min(2, layers)], **overrides)
+
+
+def write(drafter: Eagle31Drafter, prompts: list[list[int]], oracle_seed: int = 0, **fields: Any) -> tuple[Any, Any]:
+    """What the target writes plainly, and with the drafter under these settings."""
+    target, inputs = drafter.binding.model, left_padded(prompts)
+    kwargs = {**inputs, "max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    plain = target.generate(**kwargs)
+    with (
+        configured(drafter, speculation_loop="own", acceleration="compile", **fields),
+        oracle_drafts(plain, inputs["input_ids"].shape[1], oracle_seed),
+    ):
+        return plain, target.generate(**kwargs, assistant_model=drafter)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fixed_shapes_only(monkeypatch)
+
 
 # --- buckets ----------------------------------------------------------------------------------------------------------
 
