@@ -26,7 +26,7 @@ from ..errors import UnsupportedGenerationError
 from .kept_buffers import new_storages
 from .placement import Placement
 from .quantized import Workspace, encode
-from .slot_moves import SlotMoves, ring_slots_of_last
+from .slot_moves import SlotMoves
 
 
 class SlotLayer(CacheLayerMixin):
@@ -217,7 +217,8 @@ class SlotLayer(CacheLayerMixin):
 
     def _slots_of(self, length: int) -> Tensor:
         """Slots of the tokens still held of rows of `length`, oldest first."""
-        slots = range(length) if self.ring is None else ring_slots_of_last(length, self.ring)
+        ring = self.ring or max(length, 1)
+        slots = [position % ring for position in range(max(0, length - ring), length)]
         return torch.tensor(slots, dtype=torch.long, device=self.device)
 
     # Asked by transformers -----------------------------------------------------------------------------------------

@@ -71,8 +71,3 @@ def ring_moves(
         sources.append([ring + row[i] if i >= 0 else slot for i, slot in zip(indices, target, strict=True)])
         targets.append(target)
     return SlotMoves(sources, targets, device)
-
-
-def ring_slots_of_last(length: int, ring: int) -> list[int]:
-    """Ring slots of the last `min(length, ring)` positions of a row of `length` tokens, oldest first."""
-    return [position % ring for position in range(max(0, length - ring), length)]

@@ -78,7 +78,7 @@ class TargetBinding:
         _require_decoder_only(self.model)
         self.text_config = self.model.config.get_text_config()
         self.decoder = _decoder_of(self.model)
-        self.layers = _decoder_layers(self.model, self.text_config.num_hidden_layers)
+        self.layers = _decoder_layers(self.decoder, self.text_config.num_hidden_layers)
         self.embedding: Any = self.model.get_input_embeddings()
         self.lm_head = self.model.get_output_embeddings()
         self._require_head()
@@ -89,15 +89,15 @@ class TargetBinding:
         self.aux_layers = () if config is None else config.resolve_aux_layers(len(self.layers))
         self.compute_dtype: torch.dtype = self.model.dtype
         self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
-        self.rotates_alike_up_to = rotates_alike_up_to(_decoder_of(self.model))  # tokens; `None`: any text
-        self.most_positions = most_positions(_decoder_of(self.model), self.text_config)  # `None`: no end to them
+        self.rotates_alike_up_to = rotates_alike_up_to(self.decoder)  # tokens; `None`: any text
+        self.most_positions = most_positions(self.decoder, self.text_config)  # `None`: no end to them
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
         self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
         self.pair: object | None = None  # the `loop.pair.Pair` of this target and its drafter
         warn_of_precision(self.model)
         self.one_token_arithmetic = OneTokenArithmetic(self.model)
         # Whether its code looks attention up by name, as that of all but a few does.
-        self._takes_grouped = getattr(type(_decoder_of(self.model)), "_can_set_attn_implementation", bool)()
+        self._takes_grouped = getattr(type(self.decoder), "_can_set_attn_implementation", bool)()
         self.cache_argument = cache_argument(self.model)
         self.has_states = require_mixers(self.model)
         self.mixers = Mixers(self.model) if self.has_states else None
@@ -199,30 +199,26 @@ class TargetBinding:
         verifies = isinstance(logits_to_keep, int) and logits_to_keep == 0
         apart = self.one_token_arithmetic.active() if verifies and self.one_token_arithmetic else nullcontext()
         with self.taps.turns(), apart:
-            output = self._forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
+            output: Any = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+                return_dict=True,
+                **{self.cache_argument: cache},
+            )
             logits = _wanted(output.logits, logits_to_keep, input_ids.shape[1])
             return TargetOutput(logits=logits, aux=self.take_aux() if self.taps.are_open else None)
 
-    def _forward(
-        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, cache: Any, logits_to_keep: int | Tensor
-    ) -> Any:
-        return self.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=attention_mask,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            return_dict=True,
-            **{self.cache_argument: cache},
-        )
-
     def plain_forward(self, input_ids: Tensor, position_ids: Tensor, cache: Any) -> Any:
         """One pass as plain `generate` makes it, over a stock cache and without a mask."""
-        return self._forward(input_ids, position_ids, None, cache, 0)
+        arguments = {"input_ids": input_ids, "position_ids": position_ids, self.cache_argument: cache}
+        return self.model(**arguments, use_cache=True, return_dict=True)
 
     def aside(self) -> AbstractContextManager[None]:
         """Around forwards that belong to no text: they leave the target as it was."""
-        return rotations_left_alone(_decoder_of(self.model))
+        return rotations_left_alone(self.decoder)
 
     @contextmanager
     def masked_attention(self) -> Iterator[None]:
@@ -340,13 +336,12 @@ def _decoder_of(model: PreTrainedModel) -> nn.Module:
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
-def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    decoder = _decoder_of(model)
+def _decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise IncompatibleTargetError(
-        f"no list of {count} decoder layers was found in {type(model).__name__}; its hidden states cannot be read"
+        f"no list of {count} decoder layers was found in {type(decoder).__name__}; its hidden states cannot be read"
     )
 
 
