@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import __version__
 from ..checkpoints.card import RECORD_FILE
 from ..drafter.drafter import Eagle31Drafter
+from ..memory.plan import size_text
 from ..stats import USELESS_LENGTH, Acceptance
 from ..targets.devices import now
 from .data import collate
@@ -68,8 +69,8 @@ class TrainingPlan:
                 f"steps     {self.steps:,} at {self.step_s:.2f} s",
                 f"measured  {self.measurements} x {self.prompts} prompts, about {self.measurement_s:.2g} s each",
                 f"time      {self.total_s / 60:.1f} minutes",
-                f"memory    {self.training_bytes / 1e9:.3g} GB beside the target",
-                f"disk      {self.disk_bytes / 1e9:.3g} GB",
+                f"memory    {size_text(self.training_bytes)} beside the target",
+                f"disk      {size_text(self.disk_bytes)}",
             )
         )
 

@@ -30,6 +30,7 @@ from ..checkpoints import inspect_checkpoint
 from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import TrainingError
+from ..memory.plan import size_text
 from ..targets.devices import quick_dtype
 from ..texts.conversations import read_conversations, with_unique_ids
 from ..texts.rows import Conversation
@@ -234,7 +235,7 @@ class Run:
         if settings.regenerate == "none":
             return list(conversations)
         path = data_file(settings.out, "conversations", processes.process_index)
-        needed = f"{disk_bytes(conversations, settings) / 1e9:.2f} GB in {path.parent}"
+        needed = f"{size_text(disk_bytes(conversations, settings))} in {path.parent}"
         say(self.console, f"the target writes its own turns: at most {needed}")
         mine = conversations[processes.process_index :: processes.num_processes]
         with Counting(self.console, "the target writes answers", len(mine)) as counting:

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from ..errors import TrainingError
+from ..memory.plan import size_text
 from ..sampling.logits_processing import end_ids, sampling_options
 from ..texts.rows import Conversation, Message, conversation_from_row
 from .data import prompt_ids
@@ -378,6 +379,6 @@ def require_disk(folder: Path, needed_bytes: int, purpose: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed_bytes:
         raise TrainingError(
-            f"{purpose} needs {needed_bytes / 1e9:.2f} GB, but {existing} has {free / 1e9:.2f} GB free; name a folder "
+            f"{purpose} needs {size_text(needed_bytes)}, but {existing} has {size_text(free)} free; name a folder "
             "on a larger disk, or use fewer prompts"
         )
