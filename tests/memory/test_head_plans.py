@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BitsAndBytesConfig
 
 from eagle31_hf import Eagle31Drafter, NoDrafter
-from eagle31_hf.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from eagle31_hf.checkpoints import read_checkpoint, write_checkpoint
 from eagle31_hf.drafter.draft_rows import with_draft_rows, with_rows
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import CheckpointFormatError, MemoryPlanError
@@ -50,22 +51,21 @@ def test_weights_and_cache_are_those_of_the_loaded_head(pair) -> None:
     assert facts.run.count(9, 64, capacity=64, block=session.cache.block).cache == kept > 0
 
 
-@pytest.mark.parametrize("precision", ["int8", "nf4"])
+PACKINGS = {
+    "int8": {"load_in_8bit": True},
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+}
+
+
+@pytest.mark.parametrize("precision", PACKINGS)
 def test_a_packed_head_is_planned_as_it_is_packed(pair, precision: str) -> None:
     pytest.importorskip("bitsandbytes")
     target, folder = pair
     plan = plan_memory(target, drafter=folder, context=64, drafter_precision=precision, card="RTX 4090")
-    drafter = Eagle31Drafter.from_pretrained(folder, target=target, quantization_config=_packing(precision))
+    packing = BitsAndBytesConfig(**PACKINGS[precision])
+    drafter = Eagle31Drafter.from_pretrained(folder, target=target, quantization_config=packing)
     (planned,) = [term.num_bytes for term in plan.ledger if term.name.startswith("drafter weights")]
     assert planned == pytest.approx(storage_bytes(drafter), rel=0.02)
-
-
-def _packing(precision: str) -> Any:
-    from transformers import BitsAndBytesConfig
-
-    if precision == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
 
 def test_draft_rows_cost_what_is_copied_of_them(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_draft_rows_cost_what_is_copied_of_them(tmp_path: Path) -> None:
     head, width = read_checkpoint(tmp_path / "target"), target.config.hidden_size
     first, chosen = with_draft_rows(head, 40), with_rows(head, torch.arange(1, 81, 2))
     for name, saved, copied in (("first", first, 0), ("chosen", chosen, 40 * width * 4)):
-        saved_head(saved, tmp_path / name)
+        write_checkpoint(saved, tmp_path / name, format="mtp")
         drafter = Eagle31Drafter.from_pretrained(tmp_path / name, target=target)
         for given in (tmp_path / name, drafter):
             facts = facts_of(given, target)
@@ -81,27 +81,17 @@ def test_draft_rows_cost_what_is_copied_of_them(tmp_path: Path) -> None:
             assert facts.run.draft_vocab == 40
 
 
-def saved_head(head: Checkpoint, folder: Path) -> None:
-    write_checkpoint(head, folder, format="mtp")
-
-
 def test_a_plan_takes_the_head_inside_the_target(tmp_path: Path) -> None:
     folder = tmp_path / "target"
     target = target_with_head("glm4_moe_lite", folder)
     by_itself = plan_memory(folder, context=64, card="RTX 4090")
     asked = plan_memory(folder, drafter="mtp", context=64, card="RTX 4090")
-    assert by_itself.drafter.name == asked.drafter.name == facts_of(folder, read_target_of(folder)).name
+    assert by_itself.drafter.name == asked.drafter.name == facts_of(folder, folder).name
     assert "MTP head" in by_itself.drafter.name
     target.save_pretrained(tmp_path / "tuned")
     assert "MTP head" not in plan_memory(tmp_path / "tuned", context=64, card="RTX 4090").drafter.name
     with pytest.raises(CheckpointFormatError, match="transformers drops them"):
         plan_memory(tmp_path / "tuned", drafter="mtp", context=64)
-
-
-def read_target_of(folder: Path) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
