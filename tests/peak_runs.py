@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from random_pair import SIZES, counted_on, counting_drafter, llama_config, random_target
@@ -104,7 +104,7 @@ class PeakRecord:
 
 def measure_peak(run: PeakRun, plan: MemoryPlan, *, dtype: torch.dtype, device: torch.device) -> PeakRecord:
     """Run one combination under its plan."""
-    meter: Meter = AllocatorMeter(device) if device.type == "cuda" else StorageMeter()
+    meter = AllocatorMeter(device) if device.type == "cuda" else StorageMeter()
     target: Any = random_target(SIZES[run.size], dtype=dtype, device=device, four_bit=run.four_bit)
     meter.loaded(target)
     drafter = planned_drafter(target, plan)
@@ -156,20 +156,12 @@ def ragged_prompts(run: PeakRun, device: torch.device) -> dict[str, Tensor]:
 # --- meters -----------------------------------------------------------------------------------------------------------
 
 
-class Meter(Protocol):
-    """Bytes taken since it was made: `weights` of what has been loaded, and the peak of a call above that."""
-
-    weights: int
-
-    def loaded(self, model: nn.Module) -> None:
-        """Count a model that is there now, before anything runs on it: bitsandbytes may repack it for a CPU then."""
-
-    def peak(self, call: Callable[[], object]) -> int:
-        """Most bytes alive during `call`, weights included."""
-
-
 class AllocatorMeter:
-    """Asks the CUDA allocator, which tells what it handed out, workspaces inside kernels included."""
+    """Asks the CUDA allocator, which tells what it handed out, workspaces inside kernels included.
+
+    Counted since it was made: `weights` of what was loaded (before anything runs, for bitsandbytes may repack weights
+    then), and the peak of a call, weights included.
+    """
 
     def __init__(self, device: torch.device):
         self.device, self.weights = device, 0
@@ -190,7 +182,7 @@ class AllocatorMeter:
 
 
 class StorageMeter:
-    """Walks the models' storages and counts those that a computation makes."""
+    """The same by the models' storages and by those that a computation makes."""
 
     def __init__(self) -> None:
         self.weights = 0

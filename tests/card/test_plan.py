@@ -86,8 +86,9 @@ def test_a_plan_knows_what_stays_between_texts(nf4: bool) -> None:
     settings = MemorySettings(context=Text.longest, draft_tokens=CHAIN.depth, prefill_chunk=2048)
     facts = read_target(config, "bnb-nf4-dq" if nf4 else "bf16")
     with fake_pair(config, nf4=nf4) as pair:
-        drafter = read_drafter(pair[1], facts)
+        drafter_config = pair[1].config
         kept = kept_by(pair, (32_000, 16_000), Text.longest, 2048)
+    drafter = read_drafter(drafter_config, facts)
     ledger = build_ledger(facts, drafter, CARD, settings)  # its dry run needs no card, nor one that is not there
     beside = 0 if nf4 else kept.weights  # which would hide the rest; but what is unpacked lies in the pool on a card
     assert staying(ledger) - beside == pytest.approx(kept.total(recorded_lengths(Text.longest)) - beside, rel=0.02)
@@ -101,8 +102,9 @@ def test_a_plan_knows_what_stays_of_states(target: str, times: int) -> None:
     settings = MemorySettings(context=longest, draft_tokens=CHAIN.depth, prefill_chunk=256)
     facts = read_target(config, "bf16")
     with fake_pair(config) as pair:
-        drafter = read_drafter(pair[1], facts)
+        drafter_config = pair[1].config
         kept = kept_by(pair, (900, 450), longest, 256)
+    drafter = read_drafter(drafter_config, facts)
     ledger = build_ledger(facts, drafter, CARD, settings)
     found = kept.total(recorded_lengths(longest)) - kept.weights
     assert staying(ledger) - kept.weights == pytest.approx(found, rel=0.02)
