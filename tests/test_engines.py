@@ -13,20 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from engines import engine_process
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import read_checkpoint
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
+from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.training.data import NOT_WRITTEN, PackedBatch
 from eagle31_hf.training.objectives import compute_features, unroll
 from helpers import MODELS
 
 STUDIES = Path(__file__).resolve().parents[1] / "examples" / "studies"
-sys.path.insert(0, str(STUDIES))
-
-from engines import engine_process  # noqa: E402
 
 installed = (engine_process.ENVIRONMENT / ".installed").exists()
 needs_engines = [
@@ -61,7 +60,7 @@ def as_speculators(folder: Path) -> Path:
 
 def test_an_engine_that_is_not_installed_is_said_to_be(monkeypatch, tmp_path):
     monkeypatch.setattr(engine_process, "ENVIRONMENT", tmp_path / ".engines")
-    with pytest.raises(engine_process.EngineNotInstalledError, match="make engines"):
+    with pytest.raises(ConfigurationError, match="make engines"):
         engine_process.engine_python()
 
 
@@ -76,8 +75,8 @@ class TestSpeculators:
         request = {"steps": STEPS, "inputs": str(tmp_path / "inputs.safetensors")}
         request |= {"logits": str(tmp_path / "logits.safetensors"), "save": str(tmp_path / "saved")}
         settings = {"drafter": str(folder)}
-        with engine_process.EngineProcess("speculators_worker.py", settings, tmp_path / "log") as engine:
-            assert engine.ask(request) == {"class": "Eagle3DraftModel", "steps": STEPS}
+        with engine_process.start_engine("speculators_worker.py", settings, tmp_path / "log") as engine:
+            assert engine.ask(**request) == {"class": "Eagle3DraftModel", "steps": STEPS}
         theirs = load_file(tmp_path / "logits.safetensors")
         for step, ours in enumerate(our_logits(drafter, ids, aux)):
             reached = len(ids) - 1 - step  # rows whose token lies past the text answer for nothing

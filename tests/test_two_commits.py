@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import two_commits
-from two_commits import Method, measure
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,30 +17,27 @@ class Told:
     def __init__(self, text: list[int], seconds: float):
         self.text, self.seconds, self.asked = text, seconds, []
 
-    def write(self, **request):
+    def ask(self, **request):
         self.asked.append((request["prompt"], request["seed"]))
         return {"tokens": self.text, "seconds": self.seconds}
 
 
-def options(**more):
-    return two_commits.argparse.Namespace(turns=3, tokens=4, prompts=2, **more)
+OPTIONS = two_commits.argparse.Namespace(turns=3, tokens=4, prompts=2)
 
 
 def test_speeds_ratio_and_spread_are_over_turns() -> None:
-    method, before, after = Method("eager", 0.0), Told([1, 2, 3, 4], 2.0), Told([1, 2, 3, 4], 1.0)
-    measure(method, [before, after], options())
-    found = method.summary()
-    assert method.tok_per_s == ([2.0] * 3, [4.0] * 3), "the first writing warms up"
+    before, after = Told([1, 2, 3, 4], 2.0), Told([1, 2, 3, 4], 1.0)
+    found = two_commits.measure("eager", 0.0, [before, after], OPTIONS)
     assert (found["tok_per_s"], found["ratio"], found["ratio_spread"]) == ([2.0, 4.0], 2.0, [2.0, 2.0])
+    assert found["spread"] == [[2.0, 2.0], [4.0, 4.0]]
     assert found["different_texts"] == 0
     assert before.asked == after.asked
-    assert len(before.asked) == 4 * 2
+    assert len(before.asked) == 4 * 2, "the first writing warms up"
 
 
 def test_every_text_that_differs_is_counted() -> None:
-    method = Method("eager", 1.0)
-    measure(method, [Told([1, 2], 1.0), Told([1, 3], 1.0)], options())
-    assert method.summary()["different_texts"] == 4 * 2
+    found = two_commits.measure("eager", 1.0, [Told([1, 2], 1.0), Told([1, 3], 1.0)], OPTIONS)
+    assert found["different_texts"] == 4 * 2
 
 
 def test_a_version_that_is_neither_folder_nor_commit_is_named() -> None:

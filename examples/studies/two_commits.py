@@ -19,11 +19,15 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+from engines.json_lines import Worker, answer_lines
+
+WORKER = "--worker"
 PROMPTS = (
     "I would like to reserve a table for two at an Italian restaurant in Oakland, tomorrow at 7 pm.",
     "A shop sells apples at 3 dollars a bag and pears at 4 dollars a bag. How much are 5 bags of apples?",
@@ -32,104 +36,42 @@ PROMPTS = (
 )
 
 
-@dataclass
-class Method:
-    """One way to write, and its figures by version, turn after turn."""
-
-    acceleration: str
-    temperature: float
-    tok_per_s: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    different_texts: int = 0
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return f"{self.acceleration} {f'temperature {self.temperature:g}' if self.temperature else 'greedy'}"
-
-    def summary(self) -> dict[str, Any]:
-        """Medians and ranges over turns; the ratio is of the two versions within a turn, second over first."""
-        ratios = [after / before for before, after in zip(*self.tok_per_s, strict=True)]
-        spreads = [[min(speeds), max(speeds)] for speeds in self.tok_per_s]
-        return {
-            "method": self.name,
-            "tok_per_s": [median(speeds) for speeds in self.tok_per_s],
-            "spread": spreads,
-            "ratio": median(ratios),
-            "ratio_spread": [min(ratios), max(ratios)],
-            "different_texts": self.different_texts,
-        }
-
-
-class Version:
+def started(folder: Path, cache: str, options: argparse.Namespace) -> Worker:
     """A process that writes by one version's code, a text at a time."""
-
-    def __init__(self, folder: Path, options: argparse.Namespace, cache: str):
-        paths = [str(folder / "src"), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "EAGLE31_CACHE": cache}
-        pair = json.dumps({"target": options.target, "drafter": options.drafter, "dtype": options.dtype})
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", pair],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.source = self._answer()["source"]
-
-    def write(self, **request: Any) -> dict[str, Any]:
-        """`{"tokens": [...], "seconds": ...}`."""
-        assert self.process.stdin is not None
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit("a version's process ended before it answered; its error is above")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.communicate()
+    paths = [str(folder / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "EAGLE31_CACHE": cache}
+    pair = {"target": options.target, "drafter": options.drafter, "dtype": options.dtype}
+    return Worker([sys.executable, __file__, WORKER], pair, environment)
 
 
-def work(pair: dict[str, Any]) -> None:
-    """Load the pair and answer requests, one a line; whatever libraries print goes elsewhere."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    import torch
+def load(pair: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Target, tokenizer and drafter."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import eagle31_hf
-    from eagle31_hf import Eagle31Drafter
 
     demo = Path(eagle31_hf.__file__).parent / "demo"
     name = pair["target"] or demo / "target"
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = AutoModelForCausalLM.from_pretrained(name, dtype=pair["dtype"]).to(device)
+    target = AutoModelForCausalLM.from_pretrained(name, dtype=pair["dtype"])
+    target = target.to("cuda" if torch.cuda.is_available() else "cpu")
     target.generation_config.eos_token_id = None  # texts are equally long
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    eagle = Eagle31Drafter.from_pretrained(pair["drafter"] or demo / "drafter", target=target)
-    print(json.dumps({"source": str(Path(eagle31_hf.__file__).parent)}), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        chat = [{"role": "user", "content": request["prompt"]}]
-        inputs = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        ).to(device)
-        eagle.generation_config.acceleration = request["acceleration"]
-        sampling = {"do_sample": True, "temperature": request["temperature"]} if request["temperature"] else {}
-        torch.manual_seed(request["seed"])
-        started = time.perf_counter()
-        out = target.generate(
-            **inputs, max_new_tokens=request["tokens"], pad_token_id=0, assistant_model=eagle, **sampling
-        )
-        tokens = out[0, inputs["input_ids"].shape[1] :].tolist()  # waits for the device
-        seconds = time.perf_counter() - started
-        found = {"tokens": tokens, "seconds": seconds, "rounds": eagle.stats.rounds, "accepted": eagle.stats.accepted}
-        print(json.dumps(found), file=answers, flush=True)
+    eagle = eagle31_hf.Eagle31Drafter.from_pretrained(pair["drafter"] or demo / "drafter", target=target)
+    return target, AutoTokenizer.from_pretrained(name), eagle
+
+
+def write(loaded: tuple[Any, Any, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """Tokens and seconds of one text."""
+    target, tokenizer, eagle = loaded
+    chat = [{"role": "user", "content": request["prompt"]}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    eagle.generation_config.acceleration = request["acceleration"]
+    how = {"do_sample": True, "temperature": request["temperature"]} if request["temperature"] else {}
+    how |= {"max_new_tokens": request["tokens"], "pad_token_id": 0, "assistant_model": eagle}
+    torch.manual_seed(request["seed"])
+    began = time.perf_counter()
+    out = target.generate(**inputs.to(target.device), **how)
+    tokens = out[0, inputs["input_ids"].shape[1] :].tolist()  # waits for the device
+    return {"tokens": tokens, "seconds": time.perf_counter() - began}
 
 
 @contextmanager
@@ -152,23 +94,36 @@ def checked_out(version: str):
             subprocess.run(["git", "worktree", "remove", "--force", where], capture_output=True, check=False)
 
 
-def measure(method: Method, versions: list[Version], options: argparse.Namespace) -> None:
-    """All turns of one method; the first writing of each prompt warms up and is compared only."""
-    prompts = PROMPTS[: options.prompts]
+def measure(
+    acceleration: str, temperature: float, versions: list[Worker], options: argparse.Namespace
+) -> dict[str, Any]:
+    """All turns of one way to write. Medians and ranges are over turns; the ratio is of the two versions within a turn,
+    second over first. The first writing of each prompt warms up and is compared only."""
+    tok_per_s: tuple[list[float], list[float]] = ([], [])
+    different = 0
     for turn in range(-1, options.turns):
         seconds, tokens = [0.0, 0.0], [0, 0]
-        for seed, prompt in enumerate(prompts):
+        for seed, prompt in enumerate(PROMPTS[: options.prompts]):
             request = {"prompt": prompt, "seed": seed, "tokens": options.tokens}
-            request |= {"acceleration": method.acceleration, "temperature": method.temperature}
+            request |= {"acceleration": acceleration, "temperature": temperature}
             texts: list[list[int]] = [[], []]
             for at in (0, 1) if (turn + seed) % 2 else (1, 0):
-                written = versions[at].write(**request)
+                written = versions[at].ask(**request)
                 texts[at] = written["tokens"]
                 seconds[at], tokens[at] = seconds[at] + written["seconds"], tokens[at] + len(texts[at])
-            method.different_texts += texts[0] != texts[1]
+            different += texts[0] != texts[1]
         if turn >= 0:
-            for speeds, count, spent in zip(method.tok_per_s, tokens, seconds, strict=True):
+            for speeds, count, spent in zip(tok_per_s, tokens, seconds, strict=True):
                 speeds.append(count / spent)
+    ratios = [after / before for before, after in zip(*tok_per_s, strict=True)]
+    return {
+        "method": f"{acceleration} {f'temperature {temperature:g}' if temperature else 'greedy'}",
+        "tok_per_s": [median(speeds) for speeds in tok_per_s],
+        "spread": [[min(speeds), max(speeds)] for speeds in tok_per_s],
+        "ratio": median(ratios),
+        "ratio_spread": [min(ratios), max(ratios)],
+        "different_texts": different,
+    }
 
 
 def show(found: dict[str, Any]) -> None:
@@ -198,24 +153,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if (options.target is None) != (options.drafter is None):
         parser.error("got one of --target and --drafter; pass both, or none for the embedded pair")
+    methods = []
     with ExitStack() as stack:
         folders = [stack.enter_context(checked_out(version)) for version in options.versions]
-        versions = []
-        for folder in folders:
-            versions.append(Version(folder, options, stack.enter_context(tempfile.TemporaryDirectory())))
-            stack.callback(versions[-1].close)
-        methods = [Method(way, heat) for way in options.accelerations for heat in options.temperatures]
-        for method in methods:
-            measure(method, versions, options)
-            show(method.summary())
+        caches = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in folders]
+        versions = [stack.enter_context(started(*each, options)) for each in zip(folders, caches, strict=True)]
+        for acceleration, temperature in product(options.accelerations, options.temperatures):
+            methods.append(measure(acceleration, temperature, versions, options))
+            show(methods[-1])
     if options.json:
-        record = {"versions": options.versions, "methods": [method.summary() for method in methods]}
+        record = {"versions": options.versions, "methods": methods}
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return int(any(method.different_texts for method in methods))
+    return int(any(method["different_texts"] for method in methods))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        work(json.loads(sys.argv[2]))
+    if sys.argv[1:2] == [WORKER]:
+        answer_lines(load, write, ("eagle31_hf",))
     else:
         sys.exit(main())

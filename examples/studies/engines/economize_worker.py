@@ -1,34 +1,26 @@
-"""economize as a servant of `compare_with_peers.py`: one JSON line in, one JSON line out, the pair loaded once.
+"""economize as a worker of `compare_with_peers.py`: the pair is loaded once.
 
-Run by the Python of the engines' environment (`make engines`), which knows nothing of eagle31_hf:
-
-    python economize_worker.py FD SETTINGS      # FD: where answers go; SETTINGS: JSON of the fields read below
-
-It captures graphs on CUDA alone, so that on a CPU it is eager, whatever the settings say.
+Run by the Python of the engines' environment (`make engines`), which knows nothing of eagle31_hf. It captures graphs on
+CUDA alone, so that on a CPU it is eager, whatever the settings say.
 """
 
-import json
-import os
-import sys
 import time
+
+import economize
+import torch
+from json_lines import answer_lines
+from transformers import AutoModelForCausalLM
 
 
 def load(settings):
-    import economize
-    import torch
-    from transformers import AutoModelForCausalLM
-
     base = AutoModelForCausalLM.from_pretrained(settings["target"], dtype=getattr(torch, settings["dtype"])).eval()
     base.generation_config.eos_token_id = None
-    if settings["drafter"] is None:
-        return base
-    return economize.load(base, settings["drafter"])
+    drafter = settings["drafter"]
+    return base if drafter is None else economize.load(base, drafter), settings
 
 
-def write(model, settings, request):
-    import economize
-    import torch
-
+def write(loaded, request):
+    model, settings = loaded
     texts, cycles = [], []  # of a cycle: drafted, accepted
     decoding = economize.DecodeConfig(
         cycle_length=settings["draft_tokens"] + 1, cuda_graphs=settings["compiled"] and torch.cuda.is_available()
@@ -45,29 +37,11 @@ def write(model, settings, request):
             cycles += list(result.acceptance)
     seconds = time.perf_counter() - started
     drafted, accepted = (
-        [sum(cycle[which] > place for cycle in cycles) for place in range(settings["draft_tokens"])] for which in (0, 1)
+        [sum(cycle[which] > place for cycle in cycles) for place in range(settings["draft_tokens"] * bool(cycles))]
+        for which in (0, 1)
     )
-    counts = {"drafted_at": drafted, "accepted_at": accepted} if cycles else {}
-    return {"texts": texts, "seconds": seconds, "counts": counts}
-
-
-def main():
-    answers, settings = os.fdopen(int(sys.argv[1]), "w"), json.loads(sys.argv[2])
-    import economize
-    import torch
-    import transformers
-
-    started = time.perf_counter()
-    model = load(settings)
-    versions = {
-        "economize": economize.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    print(json.dumps({"versions": versions, "load_s": time.perf_counter() - started}), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(write(model, settings, json.loads(line))), file=answers, flush=True)
+    return {"texts": texts, "seconds": seconds, "drafted_at": drafted, "accepted_at": accepted}
 
 
 if __name__ == "__main__":
-    main()
+    answer_lines(load, write, ("economize", "torch", "transformers"))

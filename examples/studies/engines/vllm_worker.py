@@ -1,12 +1,9 @@
-"""vLLM as a servant of `compare_with_peers.py`: one JSON line in, one JSON line out, the engine loaded once.
+"""vLLM as a worker of `compare_with_peers.py`: the engine is loaded once.
 
-Run by the Python of the engines' environment (`make engines`), which knows nothing of eagle31_hf:
-
-    python vllm_worker.py FD SETTINGS      # FD: where answers go; SETTINGS: JSON of the fields read below
+Run by the Python of the engines' environment (`make engines`), which knows nothing of eagle31_hf.
 """
 
 import importlib.util
-import json
 import os
 import sys
 import time
@@ -15,12 +12,9 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from unittest.mock import MagicMock
 
-COUNTERS = {
-    "vllm:spec_decode_num_drafts": "drafts",
-    "vllm:spec_decode_num_draft_tokens": "draft_tokens",
-    "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
-    "vllm:spec_decode_num_accepted_tokens_per_pos": "accepted_at",
-}
+from json_lines import answer_lines
+
+COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens_per_pos")
 
 
 class NoPictures(MetaPathFinder, Loader):
@@ -67,19 +61,10 @@ def load(settings):
 
 
 def counters(llm):
-    """Speculation counters since the engine started."""
-    found = {}
-    for metric in llm.get_metrics():
-        if metric.name in COUNTERS:
-            found[COUNTERS[metric.name]] = getattr(metric, "values", None) or getattr(metric, "value", 0)
-    return found
-
-
-def difference(after, before):
-    def less(late, early):
-        return [a - b for a, b in zip(late, early, strict=True)] if isinstance(late, list) else late - early
-
-    return {name: less(value, before[name]) for name, value in after.items()}
+    """Rounds with drafts since the engine started, and the drafts accepted at each position."""
+    found = {metric.name: metric for metric in llm.get_metrics() if metric.name in COUNTERS}
+    rounds, accepted = map(found.get, COUNTERS)
+    return (rounds.value, accepted.values) if found else (0, [])
 
 
 def write(llm, request):
@@ -87,29 +72,18 @@ def write(llm, request):
 
     prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
     sampling = SamplingParams(temperature=0.0, max_tokens=request["new_tokens"], ignore_eos=True)
-    before, started = counters(llm), time.perf_counter()
+    (rounds, accepted), started = counters(llm), time.perf_counter()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - started
+    rounds_after, accepted_after = counters(llm)
+    accepted_at = [after - before for after, before in zip(accepted_after, accepted, strict=True)]
     return {
         "texts": [list(output.outputs[0].token_ids) for output in outputs],
         "seconds": seconds,
-        "counts": difference(counters(llm), before),
+        "drafted_at": [rounds_after - rounds] * len(accepted_at),
+        "accepted_at": accepted_at,
     }
 
 
-def main():
-    answers, settings = os.fdopen(int(sys.argv[1]), "w"), json.loads(sys.argv[2])
-    import torch
-    import transformers
-    import vllm
-
-    started = time.perf_counter()
-    llm = load(settings)
-    versions = {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    print(json.dumps({"versions": versions, "load_s": time.perf_counter() - started}), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(write(llm, json.loads(line))), file=answers, flush=True)
-
-
 if __name__ == "__main__":  # the engine starts a process of its own from this file
-    main()
+    answer_lines(load, write, ("vllm", "torch", "transformers"))
