@@ -9,6 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from eagle31_hf.cli import app
+from eagle31_hf.cli import chat as command
 from eagle31_hf.cli.chat import _AnswerView
 from eagle31_hf.serving.session import Piece
 
@@ -35,6 +36,15 @@ def test_a_conversation_with_commands():
     mistake = out.partition("got /wrong")[2].partition("got temperature")[0]
     assert {"/stats,", "/temperature,", "/quit"} <= set(mistake.split()), "a command's name is not torn at the edge"
     assert "never read" not in out
+
+
+@pytest.mark.parametrize("are_kept", [False, True])
+def test_kept_graphs_are_loaded_before_the_first_answer(monkeypatch, are_kept):
+    monkeypatch.setattr(command, "kept_packages", lambda _pair: object() if are_kept else None)
+    told = chat("/stats", QUESTION, arguments=["--temperature", "0.7"])
+    assert ("loading graphs ..." in told.stderr) is are_kept
+    assert "nothing has been answered yet" in told.stdout, "what was written for that is no part of the conversation"
+    assert "read 17 of 17" in " ".join(told.stdout.split())
 
 
 def test_a_plan_is_shown_before_anything_is_loaded_and_kept_to():

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.control import Control
@@ -18,10 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigurationError, Eagle31Error, removal
+from ..loop.kept_graphs import kept_packages
+from ..loop.pair import Pair
 from ..serving.session import Answer, ChatSession, Piece
 from . import terminal
 from .options import command, error_line, make_console, option
-from .pairs import DraftOptions, PairSource, load_pair
+from .pairs import DraftOptions, LoadedPair, PairSource, load_pair
+from .progress import waiting_for
 
 HISTORY = "chat_history"
 PROMPT, LABEL = "you › ", "  ‹ "
@@ -43,6 +47,8 @@ def chat(
     """Chat with a pair: answers stream, history is not read twice, /help lists the commands."""
     console, read = make_console(), _reader()
     pair = load_pair(source, drafting)
+    if kept_packages(Pair.of(pair.drafter)) is not None:
+        _load_graphs(pair, temperature)
     session = ChatSession(
         pair.target,
         pair.drafter,
@@ -54,6 +60,13 @@ def chat(
     )
     console.print(f"{pair.described}; /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves", style="dim")
     Chat(console, session, colour=colour, thoughts=thoughts).run(read)
+
+
+def _load_graphs(pair: LoadedPair, temperature: float) -> None:
+    """Write a short text: kept graphs are read from disk as they are met, which would halt the first answer."""
+    with waiting_for("loading graphs"), torch.random.fork_rng():
+        short = ChatSession(pair.target, pair.drafter, pair.tokenizer, temperature=temperature, max_new_tokens=8)
+        short.ask("Hello!", lambda _piece: None)
 
 
 class Chat:
