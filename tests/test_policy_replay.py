@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
-from policy_replay import (
-    MACHINES,
-    DraftTrace,
-    KeptText,
-    RoundSeconds,
-    compare,
-    count,
-    plain_s,
-    planner_of,
-    read_kept,
-    replay,
-)
+import torch
+from policy_replay import MACHINES, DraftTrace, RoundSeconds, compare, planned, read_kept, replay
 from policy_texts import as_row
 
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.drafting.shape import DraftShape
 
-NEW_TOKENS = 48
 TABLE = RoundSeconds(speculative_s=(1.0, 1.5, 1.75, 2.0), lookup_s=(1.0, 1.25, 1.25, 1.5), reading_s=0.25)
 
 
@@ -46,13 +37,8 @@ def test_rounds_and_seconds_by_hand() -> None:
     trace = DraftTrace((2, 0, 0, 9, 9, 0, 9, 0, 9, 9), prompt=(7, 8), written=tuple(range(11, 21)))
     found = replay(policy, trace, TABLE, DraftShape(3))
     # Written: 3 tokens by a chain that was right twice, 1 at rest, 2 by a lookup right once, 4 by a whole chain.
-    assert [(done.at, done.drafted, done.accepted) for done in found.rounds] == [
-        (0, 3, 2),
-        (3, 0, 0),
-        (4, 2, 1),
-        (6, 3, 3),
-    ]
-    assert [done.looked_up for done in found.rounds] == [False, False, True, False]
+    assert found.rounds == [(0, 3, 2, False), (3, 0, 0, False), (4, 2, 1, True), (6, 3, 3, False)]
+    assert found.counts == (4, 8, 6, 1, 1, found.seconds)
     assert found.seconds == 2.0 + 1.0 + 1.25 + 2.0
     assert policy.told == [(3, 2), (0, 0), (2, 1), (3, 3)]
     assert policy.seen == [0, 3, 4, 6]
@@ -77,52 +63,51 @@ def test_doubt_ends_a_chain() -> None:
 
 
 def test_kept_texts_hold_their_repetitions_and_nothing_else() -> None:
-    trace = DraftTrace((1, 0), ((0.951, 0.004, 0.9), (0.5,)), prompt=(700, 12, 700), written=(12, 5))
-    row = as_row(KeptText("chat", 0.0, "trained", trace))
+    chains = SimpleNamespace(kept=torch.tensor([1, 0]), sure=torch.tensor([[0.951, 0.004, 0.9], [0.5, 0.001, 0.2]]))
+    row = as_row([700, 12, 700, 12, 5], 3, chains)
     assert (row["prompt"], row["written"]) == ([0, 1, 0], [1, 2])
-    assert (row["right"], row["sure"]) == ((1, 0), [[95, 0], [50]]), "in percent, to where no draft goes on"
+    assert (row["right"], row["sure"]) == ([1, 0], [[95, 0], [50, 0]]), "in percent, to where no draft goes on"
 
 
 def test_the_kept_counts_are_of_texts_of_both_drafters() -> None:
-    kept = read_kept()
-    assert len(kept.texts) == 2 * 112
-    assert {text.kind for text in kept.texts} == {"domain", "other", "code", "copy"}
-    assert {len(text.trace.prompt) > 0 and len(text.trace.written) == len(text.trace) for text in kept.texts} == {True}
-    for by_machine in kept.counts.values():
-        assert by_machine.keys() == MACHINES.keys()
-        for rows in by_machine.values():
-            written = [row.rounds + row.accepted for row in rows]
-            assert written == [len(text.trace) for text in kept.texts], "one each round beside the accepted"
+    texts, counts = read_kept()
+    assert len(texts) == 2 * 112
+    assert {text.kind for text in texts} == {"domain", "other", "code", "copy"}
+    assert all(text.prompt and len(text.written) == len(text) for text in texts)
+    assert counts.keys() == MACHINES.keys()
+    for rows in counts.values():
+        written = [row.rounds + row.accepted for row in rows]
+        assert written == [len(text) for text in texts], "one each round beside the accepted"
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_planner_is_as_fast_as_the_kept_default(machine: str) -> None:
     """It knows bytes at first, and then the seconds of its own rounds; texts are those of one process."""
-    texts = [(at, text) for at, text in enumerate(read_kept().texts) if text.drafter == "trained"]
-    found = count(planner_of(MACHINES[machine]), [text for _, text in texts], MACHINES[machine])
-    kept = read_kept().counts["default"][machine]
-    assert compare(found, [kept[at].seconds for at, _ in texts])["ratio"] >= 1.0
+    kept, counts = read_kept()
+    texts, before = zip(
+        *[(text, row.seconds) for text, row in zip(kept, counts[machine], strict=True) if text.drafter == "trained"],
+        strict=True,
+    )
+    found = planned(texts, MACHINES[machine])
+    assert compare(found, before)[0] >= 1.0
     for kind in ("domain", "other", "code", "copy"):
-        chosen = [place for place, (_, text) in enumerate(texts) if text.kind == kind]
-        before = [kept[texts[place][0]].seconds for place in chosen]
-        assert compare([found[place] for place in chosen], before)["ratio"] >= 0.98, kind
+        chosen = [place for place, text in enumerate(texts) if text.kind == kind]
+        assert compare([found[place] for place in chosen], [before[place] for place in chosen])[0] >= 0.98, kind
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_an_untrained_drafter_costs_the_planner_little(machine: str) -> None:
-    texts = [text for text in read_kept().texts if text.drafter == "untrained"][::2]
-    plain = [plain_s(text, MACHINES[machine]) for text in texts]
-    assert compare(count(planner_of(MACHINES[machine]), texts, MACHINES[machine]), plain)["ratio"] >= 0.95
+@pytest.mark.parametrize("name", MACHINES)
+def test_an_untrained_drafter_costs_the_planner_little(name: str) -> None:
+    machine = MACHINES[name]
+    texts = [text for text in read_kept()[0] if text.drafter == "untrained"][::2]
+    assert compare(planned(texts, machine), [text.plain_s(machine) for text in texts])[0] >= 0.95
     drawn = [text for text in texts if text.temperature > 0]
-    found = [count(planner_of(MACHINES[machine]), [text], MACHINES[machine])[0] for text in drawn]
-    first = compare(found, [plain_s(text, MACHINES[machine]) for text in drawn])["ratio"]
-    assert first >= 0.94, "of processes that have timed nothing"
+    found = [planned([text], machine)[0] for text in drawn]
+    assert compare(found, [text.plain_s(machine) for text in drawn])[0] >= 0.94, "of processes that have timed nothing"
 
 
 def test_a_policy_that_never_drafts_has_the_speed_of_plain_decoding() -> None:
-    text = read_kept().texts[0]
-    never = Told([DraftPlan.skip()] * len(text.trace))
+    text = read_kept()[0][0]
     for machine in MACHINES.values():
-        (found,) = count(lambda _text, _machine, policy=never: (policy, DraftShape(12)), [text], machine)
-        assert found.seconds == pytest.approx(plain_s(text, machine))
-        never.told.clear()
+        never = Told([DraftPlan.skip()] * len(text))
+        found = replay(never, text, machine.rounds(), DraftShape(12))
+        assert found.seconds == pytest.approx(text.plain_s(machine))

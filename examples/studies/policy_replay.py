@@ -18,10 +18,12 @@ import argparse
 import gzip
 import json
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from eagle31_hf.drafting.costs import WIDTH, WIDTH_IN_HALF, WIDTH_ON_CPU, RoundCosts
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
@@ -37,13 +39,8 @@ LONGEST = 12
 
 
 class RoundSeconds(NamedTuple):
-    """Seconds of rounds by the number of tokens drafted; the first entries, without a draft, are plain decoding's.
-
-    Attributes:
-        speculative_s: the drafter drafted them.
-        lookup_s: they were taken from the text itself.
-        reading_s: of the drafter over what it has missed.
-    """
+    """Seconds of rounds by the number of tokens drafted, by the drafter or looked up in the text; the first entries,
+    without a draft, are plain decoding's. And of the drafter over what it has missed."""
 
     speculative_s: tuple[float, ...]
     lookup_s: tuple[float, ...]
@@ -113,23 +110,16 @@ class DraftTrace:
             where no draft goes on; what is not there is 0.
         prompt: ids up to the first root.
         written: ids behind it, as many as roots; empty if no policy looks at them.
+        kind, temperature, drafter: of a kept text, how it was made.
     """
 
-    right: tuple[int, ...]
-    sure: tuple[tuple[float, ...], ...] = ()
-    prompt: tuple[int, ...] = ()
-    written: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, known: Any, chains: Any) -> DraftTrace:
-        """Of a `KnownText` and its `KnownChains`."""
-        ids, first = known.text.ids.tolist(), known.text.prompt_length + 1
-        return cls(
-            right=tuple(chains.kept.tolist()),
-            sure=tuple(map(tuple, chains.sure.tolist())),
-            prompt=tuple(ids[:first]),
-            written=tuple(ids[first:]),
-        )
+    right: Sequence[int]
+    sure: Sequence[Sequence[float]] = ()
+    prompt: Sequence[int] = ()
+    written: Sequence[int] = ()
+    kind: str = ""
+    temperature: float = 0.0
+    drafter: str = ""
 
     def __len__(self) -> int:
         return len(self.right)
@@ -144,6 +134,10 @@ class DraftTrace:
             if confidence < shape.min_confidence:
                 return length
         return shape.depth
+
+    def plain_s(self, machine: Machine) -> float:
+        """Of plain decoding."""
+        return len(self) * machine.rounds(1).speculative_s[0]
 
 
 class WrittenText:
@@ -162,8 +156,7 @@ class WrittenText:
         return row
 
 
-@dataclass(frozen=True)
-class ReplayedRound:
+class ReplayedRound(NamedTuple):
     """Begun behind root `at`, with so many draft tokens, `looked_up` in the text or by the drafter."""
 
     at: int
@@ -172,8 +165,7 @@ class ReplayedRound:
     looked_up: bool = False
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """What a text took."""
 
     rounds: int
@@ -184,24 +176,18 @@ class Counts:
     seconds: float
 
 
-@dataclass(frozen=True)
-class ReplayedText:
+class ReplayedText(NamedTuple):
     """A policy's way through a trace, and what it took by the table of costs."""
 
     seconds: float
-    rounds: tuple[ReplayedRound, ...]
+    rounds: list[ReplayedRound]
 
     @property
     def counts(self) -> Counts:
         """Added up."""
-        return Counts(
-            rounds=len(self.rounds),
-            drafted=sum(done.drafted for done in self.rounds),
-            accepted=sum(done.accepted for done in self.rounds),
-            rests=sum(not done.drafted for done in self.rounds),
-            looked_up=sum(done.looked_up for done in self.rounds),
-            seconds=self.seconds,
-        )
+        _, drafted, accepted, looked_up = map(sum, zip(*self.rounds, strict=True))
+        rests = sum(not done.drafted for done in self.rounds)
+        return Counts(len(self.rounds), drafted, accepted, rests, looked_up, self.seconds)
 
 
 def replay(
@@ -241,7 +227,7 @@ def replay(
         new.extend(tokens[done.at : done.at + done.accepted + 1])
         if plan is not None:
             policy.record(RoundStats(plan, done.drafted, (0,), (done.accepted,), round_s * clock()))
-    return ReplayedText(seconds, tuple(rounds))
+    return ReplayedText(seconds, rounds)
 
 
 def _round(plan: DraftPlan | None, trace: DraftTrace, at: int, remaining: int) -> ReplayedRound:
@@ -258,118 +244,56 @@ def _round(plan: DraftPlan | None, trace: DraftTrace, at: int, remaining: int) -
     return ReplayedRound(at, len(guesses), accepted, looked_up=True)
 
 
-# --- kept texts and counts --------------------------------------------------------------------------------------------
+# --- kept texts, and the default of this checkout ---------------------------------------------------------------------
+
+CountsByMachine = dict[str, list[Counts]]
+"""Of each text."""
 
 
-@dataclass(frozen=True)
-class KeptText:
-    """A text of a kind, greedy or drawn, as the drafter of that name meets it."""
-
-    kind: str
-    temperature: float
-    drafter: str
-    trace: DraftTrace
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The texts, and the counts of each by `counts[way][machine]`."""
-
-    texts: list[KeptText]
-    counts: dict[str, dict[str, list[Counts]]]
+def read_kept(path: Path = KEPT) -> tuple[list[DraftTrace], CountsByMachine]:
+    """What `policy_texts.py` wrote: texts, and what the default of then made of them."""
+    kept = json.loads(gzip.decompress(path.read_bytes()))
+    for text in kept["texts"]:
+        text["sure"] = [[percent / 100 for percent in draft] for draft in text["sure"]]
+    counts = {machine: [Counts(*row) for row in rows] for machine, rows in kept["counts"].get("default", {}).items()}
+    return [DraftTrace(**text) for text in kept["texts"]], counts
 
 
-def read_kept(path: Path = KEPT) -> Kept:
-    """What `policy_texts.py` wrote."""
-    stored = json.loads(gzip.decompress(path.read_bytes()))
-    texts = []
-    for each in stored["texts"]:
-        sure = tuple(tuple(percent / 100 for percent in draft) for draft in each["sure"])
-        trace = DraftTrace(tuple(each["right"]), sure, tuple(each["prompt"]), tuple(each["written"]))
-        texts.append(KeptText(each["kind"], each["temperature"], each["drafter"], trace))
-    counts = {
-        way: {machine: [Counts(*row) for row in rows] for machine, rows in by_machine.items()}
-        for way, by_machine in stored["counts"].items()
-    }
-    return Kept(texts, counts)
-
-
-def plain_s(text: KeptText, machine: Machine) -> float:
-    """Of plain decoding."""
-    return len(text.trace) * machine.rounds(1).speculative_s[0]
-
-
-MakePolicy = Callable[[KeptText, Machine], tuple[DraftPolicy, DraftShape]]
-"""A new policy for a text of its own, and the largest draft that it is offered."""
-
-
-def count(make: MakePolicy, texts: Sequence[KeptText], machine: Machine) -> list[Counts]:
-    """Of each text."""
-    found = []
-    for text in texts:
-        policy, largest = make(text, machine)
-        replayed = replay(policy, text.trace, machine.rounds(), largest)
-        found.append(replayed.counts)
-    return found
-
-
-# --- the default of this checkout -------------------------------------------------------------------------------------
-
-
-def planner_of(machine: Machine) -> MakePolicy:
-    """Planners that share what they time, as the texts of a process do."""
+def planned(texts: Sequence[DraftTrace], machine: Machine) -> list[Counts]:
+    """What the default makes of texts: planners that share what they time, as those of one drafter in a process do."""
     shape = DraftShape(7) if machine.graphs else DraftShape(LONGEST, min_confidence=0.02)
     width = WIDTH_IN_HALF if machine is MACHINES["bfloat16"] else WIDTH_ON_CPU
-    costs = RoundCosts(STEP_SHARE, shape.depth, WIDTH if machine.graphs else width)
-    lengths = (shape.depth,) if machine.graphs else ()
-    return lambda _text, _machine: (Planner(shape, lambda _rows: costs, lengths=lengths), shape)
-
-
-def default_counts(texts: Sequence[KeptText]) -> dict[str, list[Counts]]:
-    """By machine, of each text; those of one drafter are written by one process."""
-    found: dict[str, list[Counts]] = {}
-    for name, machine in MACHINES.items():
-        made = {drafter: planner_of(machine) for drafter in dict.fromkeys(text.drafter for text in texts)}
-        found[name] = count(lambda text, each, made=made: made[text.drafter](text, each), texts, machine)
+    costs: dict[str, RoundCosts] = defaultdict(
+        lambda: RoundCosts(STEP_SHARE, shape.depth, WIDTH if machine.graphs else width)
+    )
+    lengths, table, found = (shape.depth,) if machine.graphs else (), machine.rounds(), []
+    for text in texts:
+        planner = Planner(shape, lambda _rows, drafter=text.drafter: costs[drafter], lengths=lengths)
+        found.append(replay(planner, text, table, shape).counts)
     return found
 
 
-def compare(ours: Sequence[Counts], theirs: Sequence[float]) -> dict[str, float]:
-    """Our speed over theirs: on all texts together, and on the text where it is least."""
+def compare(ours: Sequence[Counts], theirs: Sequence[float]) -> tuple[float, float]:
+    """Our speed over that of these seconds: on all texts together, and on the text where it is least."""
     ratios = [other / counts.seconds for counts, other in zip(ours, theirs, strict=True)]
-    return {"ratio": sum(theirs) / sum(counts.seconds for counts in ours), "least": min(ratios)}
-
-
-def show(kept: Kept, found: dict[str, list[Counts]]) -> None:
-    """A line for each kept way, machine and drafter."""
-    for way, by_machine in kept.counts.items():
-        print(f"speed of today's default over the kept {way!r} (least of a text), and over plain decoding")
-        for name, before in by_machine.items():
-            for drafter in dict.fromkeys(text.drafter for text in kept.texts):
-                chosen = [at for at, text in enumerate(kept.texts) if text.drafter == drafter]
-                ours = [found[name][at] for at in chosen]
-                then = compare(ours, [before[at].seconds for at in chosen])
-                over = compare(ours, [plain_s(kept.texts[at], MACHINES[name]) for at in chosen])
-                print(f"  {name:9} {drafter:9} {then['ratio']:.3f} ({then['least']:.3f})   {over['ratio']:.3f}")
+    return sum(theirs) / sum(counts.seconds for counts in ours), min(ratios)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="counts of each text, as the kept ones are")
     options = parser.parse_args()
-    kept = read_kept()
-    found = default_counts(kept.texts)
-    show(kept, found)
+    texts, before = read_kept()
+    found = {name: planned(texts, machine) for name, machine in MACHINES.items()}
+    print("speed of today's default over the kept one's (least of a text), and over plain decoding")
+    for (name, machine), drafter in product(MACHINES.items(), ("trained", "untrained")):
+        chosen = [at for at, text in enumerate(texts) if text.drafter == drafter]
+        ours = [found[name][at] for at in chosen]
+        ratio, least = compare(ours, [before[name][at].seconds for at in chosen])
+        over_plain, _ = compare(ours, [texts[at].plain_s(machine) for at in chosen])
+        print(f"  {name:9} {drafter:9} {ratio:.3f} ({least:.3f})   {over_plain:.3f}")
     if options.json:
-        options.json.write_text(json.dumps(counts_as_rows({"planned": found})) + "\n", encoding="utf-8")
-
-
-def counts_as_rows(counts: dict[str, dict[str, list[Counts]]]) -> dict[str, dict[str, list[list[float]]]]:
-    """As the kept file holds them."""
-    return {
-        way: {machine: [[*astuple(each)] for each in rows] for machine, rows in by_machine.items()}
-        for way, by_machine in counts.items()
-    }
+        options.json.write_text(json.dumps({"default": found}) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,20 +13,13 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from policy_replay import (
-    KEPT,
-    LONGEST,
-    Counts,
-    DraftTrace,
-    KeptText,
-    counts_as_rows,
-    default_counts,
-    read_kept,
-)
+from policy_replay import KEPT, LONGEST, MACHINES, CountsByMachine, planned, read_kept
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from eagle31_hf import Eagle31Drafter
@@ -50,37 +43,26 @@ def untrained(drafter: Eagle31Drafter) -> Eagle31Drafter:
 
 def kept_texts(
     drafters: dict[str, Eagle31Drafter], openings: dict[str, list[list[int]]], new_tokens: int
-) -> list[KeptText]:
-    """All texts as each drafter meets them."""
-    found = []
-    binding = drafters["trained"].binding
-    for kind, prompts in openings.items():
-        for temperature in (0.0, 1.0):
-            asked = [EvaluationPrompt(ids, kind) for ids in prompts]
-            texts = write_texts(binding, asked, temperature, max_new_tokens=new_tokens)
-            for name, drafter in drafters.items():
-                traces = [DraftTrace.of(known, chains_along(drafter, known, texts, LONGEST)) for known in texts.texts]
-                found += [KeptText(kind, temperature, name, trace) for trace in traces]
-    return found
+) -> Iterator[dict[str, Any]]:
+    """All texts as each drafter meets them, by the fields of `DraftTrace`."""
+    for (kind, prompts), temperature in product(openings.items(), (0.0, 1.0)):
+        asked = [EvaluationPrompt(ids, kind) for ids in prompts]
+        texts = write_texts(drafters["trained"].binding, asked, temperature, max_new_tokens=new_tokens)
+        for (name, drafter), known in product(drafters.items(), texts.texts):
+            chains = chains_along(drafter, known, texts, LONGEST)
+            made = {"kind": kind, "temperature": temperature, "drafter": name}
+            yield made | as_row(known.text.ids.tolist(), known.text.prompt_length + 1, chains)
 
 
-def as_row(text: KeptText) -> dict[str, Any]:
-    """JSON-ready."""
-    trace = text.trace
+def as_row(ids: list[int], first: int, chains: Any) -> dict[str, Any]:
+    """What is kept of a text's ids, `first` of them up to the first root, and its `KnownChains`."""
     numbers: dict[int, int] = {}
-    ids = [numbers.setdefault(token, len(numbers)) for token in (*trace.prompt, *trace.written)]
-    return {
-        "kind": text.kind,
-        "temperature": text.temperature,
-        "drafter": text.drafter,
-        "right": trace.right,
-        "sure": [_percents(draft) for draft in trace.sure],
-        "prompt": ids[: len(trace.prompt)],
-        "written": ids[len(trace.prompt) :],
-    }
+    ids = [numbers.setdefault(token, len(numbers)) for token in ids]
+    sure = [_percents(draft) for draft in chains.sure.tolist()]
+    return {"right": chains.kept.tolist(), "sure": sure, "prompt": ids[:first], "written": ids[first:]}
 
 
-def _percents(draft: tuple[float, ...]) -> list[int]:
+def _percents(draft: list[float]) -> list[int]:
     kept, product = [], 1.0
     for chance in draft:
         if product < SUREST_KEPT:
@@ -107,11 +89,11 @@ def opening_ids(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace)
     return found
 
 
-def write_file(path: Path, rows: list[dict[str, Any]], counts: dict[str, dict[str, list[Counts]]]) -> None:
+def write_file(path: Path, rows: list[dict[str, Any]], counts: CountsByMachine) -> None:
     """A text a line."""
     texts = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
-    by_way = json.dumps(counts_as_rows(counts), separators=(",", ":"))
-    path.write_bytes(gzip.compress(f'{{"texts":[\n{texts}\n],\n"counts":{by_way}}}\n'.encode(), mtime=0))
+    by_default = json.dumps({"default": counts}, separators=(",", ":"))
+    path.write_bytes(gzip.compress(f'{{"texts":[\n{texts}\n],\n"counts":{by_default}}}\n'.encode(), mtime=0))
 
 
 def main() -> None:
@@ -129,11 +111,10 @@ def main() -> None:
         "trained": Eagle31Drafter.from_pretrained(drafter_path(), target=target).eval(),
         "untrained": untrained(Eagle31Drafter.from_pretrained(drafter_path(), target=target)).eval(),
     }
-    texts = kept_texts(drafters, opening_ids(tokenizer, options), options.new_tokens)
-    rows = [as_row(text) for text in texts]
+    rows = list(kept_texts(drafters, opening_ids(tokenizer, options), options.new_tokens))
     write_file(options.out, rows, {})
-    stored = read_kept(options.out).texts  # as they will be replayed
-    write_file(options.out, rows, {"default": default_counts(stored)})
+    stored, _ = read_kept(options.out)  # as they will be replayed
+    write_file(options.out, rows, {name: planned(stored, machine) for name, machine in MACHINES.items()})
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ def bernoulli(rates: Callable[[int], float], length: int, seed: int) -> DraftTra
 
 def recorded(kind: str) -> list[DraftTrace]:
     """What the trained drafter drafts on texts of a kind, in which nothing is looked up."""
-    texts = [text for text in read_kept().texts if (text.drafter, text.kind) == ("trained", kind)]
-    return [DraftTrace(text.trace.right, text.trace.sure) for text in texts]
+    texts, _ = read_kept()
+    return [DraftTrace(text.right, text.sure) for text in texts if (text.drafter, text.kind) == ("trained", kind)]
 
 
 RECORDED = ("domain", "other", "code", "copy")
