@@ -17,7 +17,9 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain, product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -28,9 +30,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5TextConfig
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import target_path
+from eagle31_hf.stats import Acceptance
 from eagle31_hf.texts.conversations import read_conversations
 
 ROWS, WIDTH, RATE = 8, 128, 2e-3
+MOST_TEXTS = 2000
+"""Of each file that is learnt from."""
 UNROLLED = 3
 """Draft steps that the head is trained for."""
 NAMES = {"fc.": "mtp.fc.", "enorm.": "mtp.pre_fc_norm_embedding.", "hnorm.": "mtp.pre_fc_norm_hidden.",
@@ -39,45 +44,39 @@ NAMES = {"fc.": "mtp.fc.", "enorm.": "mtp.pre_fc_norm_embedding.", "hnorm.": "mt
 
 def shape_of(family: str, like: Any, layers: int, linear_head: int) -> Any:
     """As wide as the embedded target."""
+    common = {name: getattr(like, name) for name in ("vocab_size", "hidden_size", "max_position_embeddings",
+                                                     "bos_token_id", "eos_token_id", "pad_token_id")}  # fmt: skip
+    common |= {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+               "tie_word_embeddings": True}  # fmt: skip
     if family == "mellum":  # every other layer sees a window; experts
         from transformers import MellumConfig  # from 5.24 on
 
         return MellumConfig(
-            vocab_size=like.vocab_size, hidden_size=like.hidden_size, moe_intermediate_size=like.hidden_size,
-            num_experts=4, num_experts_per_tok=2, num_hidden_layers=layers, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=64, sliding_window=512, mlp_layer_types=["sparse"] * layers,
-            layer_types=["full_attention", "sliding_attention"] * (layers // 2), num_nextn_predict_layers=1,
-            mtp_layer_types=["sliding_attention"], mtp_mlp_layer_types=["sparse"], tie_word_embeddings=True,
-            max_position_embeddings=like.max_position_embeddings, bos_token_id=like.bos_token_id,
-            eos_token_id=like.eos_token_id, pad_token_id=like.pad_token_id,
+            **common, moe_intermediate_size=like.hidden_size, num_experts=4, num_experts_per_tok=2, sliding_window=512,
+            mlp_layer_types=["sparse"] * layers, layer_types=["full_attention", "sliding_attention"] * (layers // 2),
+            num_nextn_predict_layers=1, mtp_layer_types=["sliding_attention"], mtp_mlp_layer_types=["sparse"],
         )  # fmt: skip
     return Qwen3_5TextConfig(
-        vocab_size=like.vocab_size, hidden_size=like.hidden_size, intermediate_size=2 * like.hidden_size,
-        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        **common, intermediate_size=2 * like.hidden_size, mtp_num_hidden_layers=1,
         linear_num_key_heads=128 // linear_head, linear_num_value_heads=256 // linear_head,
         linear_key_head_dim=linear_head, linear_value_head_dim=linear_head,
-        max_position_embeddings=like.max_position_embeddings, tie_word_embeddings=True, mtp_num_hidden_layers=1,
-        bos_token_id=like.bos_token_id, eos_token_id=like.eos_token_id, pad_token_id=like.pad_token_id,
     )  # fmt: skip
 
 
-def texts_of(files: list[str], tokenizer: Any, limit: int | None = None) -> list[Tensor]:
-    """Each conversation as tokens `(T,)`, by the chat template."""
-    chats = read_conversations(files, limit=limit)
-    rows = (tokenizer.apply_chat_template(list(chat.messages), return_dict=False) for chat in chats)
-    return [torch.tensor(row) for row in rows]
-
-
-def batches_of(texts: list[Tensor], seed: int) -> Iterator[Tensor]:
-    """Pieces `(ROWS, WIDTH)` of all texts one after the other, each time other ones."""
-    ids, dice = torch.cat(texts), torch.Generator().manual_seed(seed)
+def batches_of(files: list[str], tokenizer: Any, seed: int) -> Iterator[Tensor]:
+    """Pieces `(ROWS, WIDTH)` of all conversations one after the other, each time other ones."""
+    chats = read_conversations(files, limit=MOST_TEXTS)
+    rows = [tokenizer.apply_chat_template(list(chat.messages), return_dict=False) for chat in chats]
+    ids, dice = torch.tensor([*chain.from_iterable(rows)]), torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(ids) - WIDTH, (ROWS,), generator=dice)
         yield ids[starts[:, None] + torch.arange(WIDTH)]
 
 
-def train(weights: list[Tensor], loss_of: Callable[[Tensor], Tensor], batches: Iterator[Tensor], minutes: float) -> int:
-    """For so many minutes of processor time; the number of steps."""
+def train(
+    weights: list[Tensor], loss_of: Callable[[Tensor], Tensor], batches: Iterator[Tensor], minutes: float
+) -> None:
+    """For so many minutes of processor time."""
     optimizer = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
     started, done, steps = time.process_time(), 0.0, 0
     while done < 1:
@@ -91,14 +90,13 @@ def train(weights: list[Tensor], loss_of: Callable[[Tensor], Tensor], batches: I
         steps, done = steps + 1, (time.process_time() - started) / (60 * minutes)
         if steps % 50 == 0:
             print(f"step {steps}, {done:.0%}, loss {loss.item():.3f}", flush=True)
-    return steps
 
 
 def make_target(options: argparse.Namespace) -> None:
     """Train the target and write it."""
     tokenizer = AutoTokenizer.from_pretrained(target_path())
     embedded = AutoModelForCausalLM.from_pretrained(target_path(), dtype=torch.float32)
-    torch.manual_seed(options.seed)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         shape_of(options.family, embedded.config, options.layers, options.linear_head), dtype=torch.float32
     )
@@ -106,7 +104,7 @@ def make_target(options: argparse.Namespace) -> None:
         model.get_input_embeddings().weight.copy_(embedded.get_input_embeddings().weight)
         norm = model.get_decoder().norm.weight  # even norms would hide whether raw or normed states are read
         norm.add_(0.4 * torch.randn_like(norm))
-    batches = batches_of(texts_of(options.texts, tokenizer, options.limit_texts), options.seed)
+    batches = batches_of(options.texts, tokenizer, seed=0)
     model.get_decoder().norm.weight.requires_grad_(False)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     train(weights, lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss, batches, options.minutes)
@@ -145,16 +143,12 @@ def make_head(options: argparse.Namespace) -> None:
             positions = torch.arange(tokens.shape[1])[None] + step
             out = head.decode(target.get_input_embeddings()(tokens), states, head.rotary(positions))
             wanted = teacher[:, step + 1 :]
-            loss = (
-                loss
-                + F.kl_div(target.lm_head(out.normed).log_softmax(-1), wanted, log_target=True, reduction="batchmean")
-                / wanted.shape[1]
-            )
+            drafted = target.lm_head(out.normed).log_softmax(-1)
+            loss = loss + F.kl_div(drafted, wanted, log_target=True, reduction="batchmean") / wanted.shape[1]
             states, tokens = out.feedback[:, :-1], tokens[:, 1:]
         return loss / UNROLLED
 
-    tokenizer = AutoTokenizer.from_pretrained(options.out)
-    batches = batches_of(texts_of(options.texts, tokenizer, options.limit_texts), options.seed + 1)
+    batches = batches_of(options.texts, AutoTokenizer.from_pretrained(options.out), seed=1)
     train(weights, loss_of, batches, options.head_minutes)
     trained = {}
     for name, tensor in head.canonical_tensors().items():
@@ -197,58 +191,53 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     head.generation_config.num_assistant_tokens_schedule = "constant"
     head.generation_config.acceleration = "eager"
     tokenizer = AutoTokenizer.from_pretrained(options.out)
-    chats = read_conversations(options.held_out, limit=options.prompts)
-    opening = [list(chat.messages)[:1] for chat in chats]
-    prompts = [tokenizer.apply_chat_template(o, add_generation_prompt=True, return_dict=False) for o in opening]
+    prompts = []
+    for chat in read_conversations(options.held_out, limit=options.prompts):
+        opening = list(chat.messages)[:1]
+        ids = tokenizer.apply_chat_template(opening, add_generation_prompt=True, return_dict=False)
+        prompts.append(torch.tensor(ids))
     record: dict[str, Any] = {"draft_rows": head.config.draft_vocab_size, "texts": len(prompts), "by_drafts": []}
-    for temperature in (0.0, 1.0):
-        for depth in options.drafts:
-            record["by_drafts"].append(of_length(target, head, prompts, depth, temperature, options.new_tokens))
-            print(record["by_drafts"][-1], flush=True)
-    if not options.no_reference:
-        record["reference"] = against_reference(target, head, prompts, options.new_tokens)
-        print(record["reference"])
+    for temperature, depth in product((0.0, 1.0), options.drafts):
+        record["by_drafts"].append(of_length(target, head, prompts, depth, temperature, options.new_tokens))
+        print(record["by_drafts"][-1], flush=True)
+    record["reference"] = against_reference(target, head, prompts, options.new_tokens)
+    print(record["reference"])
     return record
 
 
 def of_length(
-    target: Any, head: Any, prompts: list[list[int]], depth: int, temperature: float, new_tokens: int
+    target: Any, head: Any, prompts: list[Tensor], depth: int, temperature: float, new_tokens: int
 ) -> dict[str, Any]:
     """Tokens a pass over all prompts, and whether every text is plain decoding's."""
     head.generation_config.num_assistant_tokens = depth
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    equal = passes = tokens = 0
-    drafted, accepted = [0] * depth, [0] * depth
+    equal, stats = 0, []
     for number, prompt in enumerate(prompts):
-        ids, texts = torch.tensor([prompt]), []
+        texts = []
         for assistant in ({}, {"assistant_model": head}):
             torch.manual_seed(number)
-            texts.append(target.generate(ids, max_new_tokens=new_tokens, **sampling, **assistant))
+            texts.append(target.generate(prompt[None], max_new_tokens=new_tokens, **sampling, **assistant))
         equal += torch.equal(*texts)
-        passes, tokens = passes + head.stats.passes, tokens + head.stats.new_tokens - 1
-        for place, count in enumerate(head.stats.drafted_at[:depth]):
-            drafted[place] += count
-        for place, count in enumerate(head.stats.accepted_at[:depth]):
-            accepted[place] += count
+        stats.append(head.stats)
+    tokens, passes = sum(each.new_tokens - 1 for each in stats), sum(each.passes for each in stats)
+    accepted_at = [round(share, 3) for share in Acceptance.of(stats).cumulative_acceptance[:depth]]
     return {"drafts": depth, "temperature": temperature, "tokens_per_pass": round(tokens / passes, 3),
-            "accepted_at": [round(a / d, 3) for a, d in zip(accepted, drafted, strict=True) if d],
-            "equal_texts": equal}  # fmt: skip
+            "accepted_at": accepted_at, "equal_texts": equal}  # fmt: skip
 
 
-def against_reference(target: Any, head: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+def against_reference(target: Any, head: Any, prompts: list[Tensor], new_tokens: int) -> dict[str, Any]:
     """Whether each text's passes wrote as many tokens as the reference's, with three drafts."""
     head.generation_config.num_assistant_tokens = 3
-    same, ours, theirs = 0, [0, 0], [0, 0]
+    same, ours, theirs = 0, [], []
     for prompt in prompts:
-        text, passes = slow_passes(target, head, torch.tensor(prompt), new_tokens, 3)
-        out = target.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False, assistant_model=head)
-        stats = head.stats
-        written = [count for _, count in stats.arrivals[1:]]  # the first is a token of its own
+        text, passes = slow_passes(target, head, prompt, new_tokens, 3)
+        out = target.generate(prompt[None], max_new_tokens=new_tokens, do_sample=False, assistant_model=head)
+        written = [count for _, count in head.stats.arrivals[1:]]  # the first is a token of its own
         same += torch.equal(out[0], text) and written == passes
-        ours = [ours[0] + sum(written), ours[1] + stats.passes]
-        theirs = [theirs[0] + sum(passes), theirs[1] + len(passes)]
-    return {"same_pass_by_pass": same, "of": len(prompts), "tokens_per_pass": round(ours[0] / ours[1], 3),
-            "reference_tokens_per_pass": round(theirs[0] / theirs[1], 3)}  # fmt: skip
+        ours += written
+        theirs += passes
+    return {"same_pass_by_pass": same, "of": len(prompts), "tokens_per_pass": round(mean(ours), 3),
+            "reference_tokens_per_pass": round(mean(theirs), 3)}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -262,13 +251,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--linear-head", type=int, default=32, help="width of linear layers' heads; vLLM on a CPU: 128")
     parser.add_argument("--minutes", type=float, default=6.0, help="of processor time, for the target")
     parser.add_argument("--head-minutes", type=float, default=4.0)
-    parser.add_argument("--limit-texts", type=int, default=2000)
     parser.add_argument("--prompts", type=int, default=5, help="of each held-out file")
     parser.add_argument("--new-tokens", type=int, default=80)
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="lengths to measure")
     parser.add_argument("--draft-vocab", type=int)
-    parser.add_argument("--no-reference", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if not (options.out / "config.json").exists():
