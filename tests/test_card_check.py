@@ -78,13 +78,14 @@ def part(machine, notes):
 def good(machine, notes):
     notes.put("x" * 20, 1)
 """
-RUN_ONE = """
+STEPS = {name: ("works", name, 15 if name == "hangs" else 60) for name in ("raises", "hangs", "part", "good")}
+RUN_ONE = f"""
 import sys
 from pathlib import Path
 from card_check import driver
 from card_check.machine import Machine
 sys.modules["card_check.works"] = __import__("works")
-driver.STEPS = {name: driver.Step("works", name, 60) for name in ("raises", "hangs", "part", "good")}
+driver.STEPS = {STEPS}
 sys.exit(driver.run_one(sys.argv[2], Machine("cpu", False), Path(sys.argv[4])))
 """
 
@@ -95,15 +96,12 @@ def test_steps_fail_alone_and_leave_what_they_found(
     (tmp_path / "works.py").write_text(WORKS)
     (tmp_path / "run_one.py").write_text(RUN_ONE)
     monkeypatch.setenv("PYTHONPATH", f"{CHECK.parent}:{tmp_path}")
-    steps = {
-        name: driver.Step("works", name, 15 if name == "hangs" else 60) for name in ("raises", "hangs", "part", "good")
-    }
-    monkeypatch.setattr(driver, "STEPS", steps)
-    monkeypatch.setattr(driver.Driver, "_command", lambda self: [sys.executable, str(tmp_path / "run_one.py")])
-    machine = importlib.import_module("card_check.machine").Machine("cpu", False)
+    monkeypatch.setattr(driver, "STEPS", STEPS)
+    monkeypatch.setattr(driver, "COMMAND", [sys.executable, str(tmp_path / "run_one.py")])
+    machine = driver.Machine("cpu", False)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    assert driver.Driver(machine, tmp_path / "out", scratch, budget_s=100).run() == 1
+    assert driver.run(machine, tmp_path / "out", scratch, 100) == 1
     raised, hung, part, good = results_in(tmp_path / "out")
     assert (raised["status"], raised["failed"], raised["found"]["first"]) == (1, ["step"], 1)
     assert raised["found"]["step"]["FAILED"]["error"] == "ValueError: two"
@@ -111,7 +109,7 @@ def test_steps_fail_alone_and_leave_what_they_found(
     assert (part["status"], part["failed"], part["found"]["right"]) == (0, ["wrong"], 5)
     assert (good["status"], good["failed"]) == (0, [])
     assert "## part: 1 failed" in (tmp_path / "out" / "summary.txt").read_text()
-    assert driver.Driver(machine, tmp_path / "again", scratch, budget_s=100).run(only=("good",)) == 0
+    assert driver.run(machine, tmp_path / "again", scratch, 100, only=("good",)) == 0
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])

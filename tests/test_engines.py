@@ -75,7 +75,8 @@ class TestSpeculators:
         request = {"steps": STEPS, "inputs": str(tmp_path / "inputs.safetensors")}
         request |= {"logits": str(tmp_path / "logits.safetensors"), "save": str(tmp_path / "saved")}
         settings = {"drafter": str(folder)}
-        with engine_process.start_engine("speculators_worker.py", settings, tmp_path / "log") as engine:
+        worker = str(Path(__file__).with_name("speculators_worker.py"))
+        with engine_process.start_engine(worker, settings, tmp_path / "log") as engine:
             assert engine.ask(**request) == {"class": "Eagle3DraftModel", "steps": STEPS}
         theirs = load_file(tmp_path / "logits.safetensors")
         for step, ours in enumerate(our_logits(drafter, ids, aux)):

@@ -32,7 +32,7 @@ def main() -> int:
     options = parse()
     with tempfile.TemporaryDirectory(prefix="card_check_") as scratch:
         prepare(Path(scratch))
-        from card_check.driver import Driver, run_one  # it can be imported only now
+        from card_check.driver import run, run_one  # it can be imported only now
         from card_check.machine import Machine
 
         machine = Machine(options.device, options.tiny)
@@ -40,7 +40,7 @@ def main() -> int:
             return run_one(options.step, machine, Path(options.notes))
         out = Path(options.out or tempfile.mkdtemp(prefix="card_check_results_"))
         print(f"results go to {out}", flush=True)
-        return Driver(machine, out, Path(scratch), budget_s=options.budget).run(options.only, options.skip)
+        return run(machine, out, Path(scratch), options.budget, options.only, options.skip)
 
 
 def parse() -> argparse.Namespace:

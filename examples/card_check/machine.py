@@ -8,10 +8,12 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -33,6 +35,11 @@ class Machine:
     @property
     def is_cuda(self) -> bool:
         return self.device == "cuda"
+
+    @property
+    def accelerations(self) -> dict[str, str]:
+        """How rounds can be computed here, by what that is called in findings."""
+        return {"captured": "compile", "eager": "eager"} if self.is_cuda else {"eager": "eager"}
 
     def size(self, real: Size, tiny: Size) -> Size:
         """Of something, where the card is checked and where the script is tried."""
@@ -92,21 +99,17 @@ def to_ms(seconds: float) -> float:
     return round(1e3 * seconds, 3)
 
 
-class Recordings:
-    """Counts CUDA graphs that are recorded while open, whatever records them."""
+@contextmanager
+def recordings() -> Iterator[Counter[str]]:
+    """Counts CUDA graphs that are recorded while open, whatever records them, as `"recorded"`."""
+    counted, begin = Counter[str](), torch.cuda.CUDAGraph.capture_begin
 
-    def __enter__(self) -> Recordings:
-        self.count, self._begin = 0, torch.cuda.CUDAGraph.capture_begin
+    def count(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        counted["recorded"] += 1
+        return begin(graph, *args, **kwargs)
 
-        def counted(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return self._begin(graph, *args, **kwargs)
-
-        torch.cuda.CUDAGraph.capture_begin = counted  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.CUDAGraph.capture_begin = self._begin  # type: ignore[method-assign]
+    with patch.object(torch.cuda.CUDAGraph, "capture_begin", count):
+        yield counted
 
 
 def launches(machine: Machine, work: Callable[[], Any]) -> dict[str, Any]:

@@ -6,47 +6,36 @@ import json
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 
-@dataclass
 class Notes:
-    """Findings of one step by name.
+    """Findings of one step by name: values that JSON knows, `{"FAILED": why}` of what went wrong.
 
-    Attributes:
-        path: of the file they are in.
-        found: values that JSON knows.
-        failed: names of what went wrong.
+    Args:
+        path: of the file they are in; what an earlier process has left there is read.
         clean_up: called after a part of the step has failed; the next part must have the memory it held.
     """
 
-    path: Path
-    found: dict[str, Any] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
-    clean_up: Callable[[], None] = lambda: None
+    def __init__(self, path: Path, clean_up: Callable[[], None] = lambda: None):
+        self.path, self.clean_up = path, clean_up
+        self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
-    @classmethod
-    def read(cls, path: Path) -> Notes:
-        """What a step has left there; nothing if it was stopped before its first word."""
-        if not path.exists():
-            return cls(path)
-        kept = json.loads(path.read_text())
-        return cls(path, kept["found"], kept["failed"])
+    @property
+    def failed(self) -> list[str]:
+        return [name for name, value in self.found.items() if isinstance(value, dict) and "FAILED" in value]
 
     def put(self, name: str, value: Any) -> None:
         """Keep a finding, over an earlier one of this name."""
         self.found[name] = value
         unfinished = self.path.with_suffix(".part")
-        unfinished.write_text(json.dumps({"found": self.found, "failed": self.failed}, default=str))
+        unfinished.write_text(json.dumps(self.found, default=str))
         unfinished.replace(self.path)
         print(f"    {name}: {json.dumps(value, default=str)[:400]}", flush=True)
 
     def fail(self, name: str, why: Any) -> None:
         """Keep a finding that ought to be another one."""
-        if name not in self.failed:
-            self.failed.append(name)
         self.put(name, {"FAILED": why})
 
     def attempt(self, name: str, work: Callable[[], Any]) -> None:

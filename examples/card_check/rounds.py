@@ -10,11 +10,10 @@ from torch import Tensor
 from transformers.utils import is_bitsandbytes_available
 
 from eagle31_hf import NoDrafter, plan_memory
-from eagle31_hf.settings import Eagle31GenerationConfig
 
-from .machine import Machine, Recordings, launches, to_ms, waits
+from .machine import Machine, launches, recordings, to_ms, waits
 from .notes import Notes
-from .texts import CHAIN, EmbeddedPair
+from .texts import CHAIN, EmbeddedPair, complaints, drafting
 
 
 def check_embedded(machine: Machine, notes: Notes) -> None:
@@ -30,15 +29,14 @@ def check_embedded(machine: Machine, notes: Notes) -> None:
 
     def generations(name: str) -> None:
         for turn in range(1, machine.size(3, 2) + 1):
-            with Recordings() as recordings:
+            with recordings() as counted:
                 seconds = machine.seconds(lambda: write(ways[name]))
-            stats: Any = pair.drafter.stats
-            rounds = {"rounds": stats.rounds, "ms/round": to_ms(seconds / max(stats.rounds, 1))}
-            found = {"ms/token": to_ms(seconds / new), **rounds, "recorded": recordings.count}
-            notes.put(f"{name}, generation {turn}", found)
-            if machine.is_cuda and name == "captured" and bool(recordings.count) != (turn == 1):
+            rounds, recorded = pair.drafter.stats.rounds, counted["recorded"]
+            found = {"ms/token": to_ms(seconds / new), "rounds": rounds, "ms/round": to_ms(seconds / max(rounds, 1))}
+            notes.put(f"{name}, generation {turn}", found | {"recorded": recorded})
+            if machine.is_cuda and name == "captured" and bool(recorded) != (turn == 1):
                 wanted = "each step once" if turn == 1 else "nothing"
-                notes.fail(f"{name}, generation {turn}, recordings", f"{recordings.count}; wanted {wanted}")
+                notes.fail(f"{name}, generation {turn}, recordings", f"{recorded}; wanted {wanted}")
 
     notes.attempt("plain, ms/token", lambda: to_ms(machine.seconds(lambda: write(None)) / new))
     for name, fields in ways.items():
@@ -84,11 +82,9 @@ def check_large(machine: Machine, notes: Notes, *, four_bit: bool) -> None:
     short, new = pair.prompts(1, machine.size(128, 16)), machine.size(96, 6)
 
     def both(name: str, prompts: dict[str, Tensor], fields: dict[str, Any], **how: Any) -> None:
-        for acceleration in ("compile", "eager"):
-            told = {"acceleration": acceleration} if machine.is_cuda else {"acceleration": "eager"}
-            way = "captured" if acceleration == "compile" else "eager"
-            if way == "eager" or machine.is_cuda:
-                notes.attempt(f"{name}, {way}", lambda t=told: pair.rounds(prompts, {**fields, **t}, **how))
+        for way, acceleration in machine.accelerations.items():
+            told = {**fields, "acceleration": acceleration}
+            notes.attempt(f"{name}, {way}", lambda t=told: pair.rounds(prompts, t, **how))
 
     notes.attempt("plain generate, ms/token", lambda: pair.plain_ms(short))
     both("default", short, {}, new=new)
@@ -129,29 +125,26 @@ class LargePair:
 
     def plain_ms(self, prompts: dict[str, Tensor]) -> float:
         """A token of plain `generate`."""
+        how = {**prompts, "do_sample": False}
         new = self.machine.size(32, 4)
-        self.target.generate(**prompts, max_new_tokens=4, do_sample=False)
-        return to_ms(
-            self.machine.seconds(lambda: self.target.generate(**prompts, max_new_tokens=new, do_sample=False)) / new
-        )
+        self.target.generate(**how, max_new_tokens=4)
+        return to_ms(self.machine.seconds(lambda: self.target.generate(**how, max_new_tokens=new)) / new)
 
     def rounds(
         self, prompts: dict[str, Tensor], fields: dict[str, Any], *, new: int, alone: bool = False
     ) -> dict[str, Any]:
         """The second of two texts, which records nothing; it must count, as plain's does."""
         drafter = self.alone if alone else self.drafter
-        length = {"num_assistant_tokens_schedule": "constant"} if "num_assistant_tokens" in fields else {}
-        drafter.generation_config = Eagle31GenerationConfig(**{**length, **fields})
-        how = {"do_sample": False, "max_new_tokens": new, "assistant_model": drafter}
-        self.target.generate(**prompts, **how)
-        with Recordings() as recordings:
-            out: list[Tensor] = []
-            seconds = self.machine.seconds(lambda: out.append(self.target.generate(**prompts, **how)))
+        drafter.generation_config = drafting(fields)
+        how = {**prompts, "do_sample": False, "max_new_tokens": new, "assistant_model": drafter}
+        out: list[Tensor] = [self.target.generate(**how)]
+        with recordings() as counted:
+            seconds = self.machine.seconds(lambda: out.append(self.target.generate(**how)))
         stats: Any = drafter.stats
-        if stats.fallbacks or stats.reason or stats.loop != "own":
-            raise RuntimeError(f"not as it was set: {[stats.loop, stats.reason, *stats.fallbacks]}")
-        if not counted_on(out[0], prompts["input_ids"].shape[1], self.sizes["vocab"]):
-            raise RuntimeError(f"another text than plain's: {out[0][:, -new:].tolist()}")
+        if complaints(stats) or stats.loop != "own":
+            raise RuntimeError(f"not as it was set: {[stats.loop, *complaints(stats)]}")
+        if not counted_on(out[1], prompts["input_ids"].shape[1], self.sizes["vocab"]):
+            raise RuntimeError(f"another text than plain's: {out[1][:, -new:].tolist()}")
         rounds_s, passes = seconds - stats.prefill_s, max(stats.passes, 1)
         read = self.reads["target"] + (0 if alone else stats.drafted / max(stats.rounds, 1) * self.reads["drafter"])
         return {
@@ -160,7 +153,7 @@ class LargePair:
             "tok/s": round(stats.new_tokens / rounds_s, 1),
             "tokens/round": round(stats.new_tokens / max(stats.rounds, 1), 2),
             "prefill_ms": to_ms(stats.prefill_s),
-            "recorded again": recordings.count,
+            "recorded again": counted["recorded"],
         }
 
 
@@ -173,7 +166,7 @@ def planned(pair: LargePair) -> dict[str, Any]:
     )
     found: dict[str, Any] = {"planned_gib": round((plan.peak_bytes - plan.card.context_bytes) / 2**30, 3)}
     prompts = pair.prompts(1, context - new)
-    for name, acceleration in (("eager", "eager"), ("captured", "compile"))[: 2 if machine.is_cuda else 1]:
+    for name, acceleration in reversed(machine.accelerations.items()):  # graphs keep their memory
         machine.free()
         machine.peak_gib()  # from now on
         fields = {"num_assistant_tokens": depth, "prefill_chunk_size": context // 4, "acceleration": acceleration}

@@ -17,7 +17,7 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.settings import Eagle31GenerationConfig
 
-from .machine import Machine, Recordings
+from .machine import Machine, recordings
 from .notes import Notes, described
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -33,6 +33,17 @@ LARGEST_TIES = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 """Share of the scores' range by which two tokens may differ where two right texts part: a wrong mask makes tenths."""
 
 
+def drafting(fields: dict[str, Any]) -> Eagle31GenerationConfig:
+    """These settings and the default of every other; a length that is set is kept."""
+    length = {"num_assistant_tokens_schedule": "constant"} if "num_assistant_tokens" in fields else {}
+    return Eagle31GenerationConfig(**length, **fields)
+
+
+def complaints(stats: Any) -> list[str]:
+    """Why a text was not written by our own loop without a step down."""
+    return [*stats.fallbacks, *filter(None, [stats.reason])]
+
+
 class EmbeddedPair:
     """Target, drafter and prompts, in one precision."""
 
@@ -45,27 +56,20 @@ class EmbeddedPair:
 
     def prompts(self, rows: int, first: int = 0) -> dict[str, Tensor]:
         """Ids and mask `(rows, T)` of the conversations from `first` on."""
-        texts = [
-            self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-            for messages in (*CONVERSATIONS[first:], *CONVERSATIONS)[:rows]
-        ]
-        made = self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        chats = [list(messages) for messages in (*CONVERSATIONS[first:], *CONVERSATIONS)[:rows]]
+        made = self.tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
+        )
         return {name: made[name].to(self.machine.device) for name in ("input_ids", "attention_mask")}
 
     def write(self, prompts: dict[str, Tensor], fields: dict[str, Any] | None = None, **generate: Any) -> Tensor:
         """The text, greedy by default: plain `generate`'s where `fields` is `None`, else that of a drafter with these
-        settings and the default of every other."""
+        settings."""
         arguments = {**prompts, "do_sample": False, "pad_token_id": 0, **generate}
-        if fields is None:
-            return self.target.generate(**arguments)
-        length = {} if "num_assistant_tokens" not in fields else {"num_assistant_tokens_schedule": "constant"}
-        self.drafter.generation_config = Eagle31GenerationConfig(**length, **fields)
-        return self.target.generate(**arguments, assistant_model=self.drafter)
-
-    def complaints(self) -> list[str]:
-        """Why the last text was not written by our own loop without a step down."""
-        stats: Any = self.drafter.stats
-        return [*stats.fallbacks, *([stats.reason] if stats.reason else [])]
+        if fields is not None:
+            self.drafter.generation_config = drafting(fields)
+            arguments["assistant_model"] = self.drafter
+        return self.target.generate(**arguments)
 
 
 @torch.no_grad()
@@ -98,12 +102,12 @@ def check_texts(machine: Machine, notes: Notes) -> None:
     notes.put("machine", machine.about())
     for dtype in (torch.float32, torch.bfloat16)[: machine.size(2, 1)]:
         pair = EmbeddedPair(machine, dtype)
-        with Recordings() as recordings:
+        with recordings() as counted:
             check_greedy(pair, notes)
             if dtype == torch.float32:
                 notes.attempt("drawn", lambda pair=pair: check_drawn(pair, notes))
-        notes.put(f"graphs, {dtype}", recordings.count)
-        if machine.is_cuda and not recordings.count:
+        notes.put(f"graphs, {dtype}", counted["recorded"])
+        if machine.is_cuda and not counted:
             notes.fail(f"graphs, {dtype}", "nothing was captured")
         if machine.is_cuda and torch.cuda.current_stream() != torch.cuda.default_stream():
             notes.fail(f"stream, {dtype}", "another one is current than before")
@@ -121,24 +125,25 @@ def cases(machine: Machine) -> Iterator[tuple[int, float, str, str]]:
 
 def check_greedy(pair: EmbeddedPair, notes: Notes) -> None:
     """Every case's text is plain's, up to a tie, and was written as it was set."""
-    machine = pair.machine
-    right, name = 0, f"texts, {pair.target.dtype}"
+    machine, target = pair.machine, pair.target
+    right, name = 0, f"texts, {target.dtype}"
     plain: dict[tuple[int, float, int], Tensor] = {}
     for rows, penalty, shape, acceleration in cases(machine):
         for first in range(machine.size(3, 1) if (rows, penalty) == (1, 1.0) else 1):
-            prompts = pair.prompts(rows, first)
+            prompts, key = pair.prompts(rows, first), (rows, penalty, first)
             how = {"max_new_tokens": machine.size(96, 8), "repetition_penalty": penalty}
-            if (rows, penalty, first) not in plain:
-                plain[rows, penalty, first] = pair.write(prompts, **how)
+            if key not in plain:
+                plain[key] = pair.write(prompts, **how)
             case = f"{name}, {shape} x{rows} {acceleration}, penalty {penalty}, prompt {first}"
             try:
                 ours = pair.write(prompts, {"acceleration": acceleration, **SHAPES[shape]}, **how)
-                gap = worst_tie(pair.target, prompts["attention_mask"], plain[rows, penalty, first], ours, penalty)
+                gap = worst_tie(target, prompts["attention_mask"], plain[key], ours, penalty)
+                wrong = complaints(pair.drafter.stats)
             except Exception as error:
                 notes.fail(case, described(error))
                 continue
-            if gap > LARGEST_TIES[pair.target.dtype] or pair.complaints():
-                notes.fail(case, {"gap": gap, "complaints": pair.complaints()})
+            if gap > LARGEST_TIES[target.dtype] or wrong:
+                notes.fail(case, {"gap": gap, "complaints": wrong})
             else:
                 right += 1
         notes.put(name, {"right": right})
@@ -146,21 +151,23 @@ def check_greedy(pair: EmbeddedPair, notes: Notes) -> None:
 
 def check_drawn(pair: EmbeddedPair, notes: Notes) -> dict[str, Any]:
     """Under the same seed drawn texts are plain's, by eager rounds and by captured ones."""
-    prompts, found = pair.prompts(1), {}
+    prompts, seeds = pair.prompts(1), range(pair.machine.size(3, 2))
     how = {"max_new_tokens": pair.machine.size(96, 8), "do_sample": True, "temperature": 0.9, "top_k": 20}
-    texts = []
-    for seed in range(pair.machine.size(3, 2)):
+
+    def drawn(seed: int, fields: dict[str, Any] | None) -> Tensor:
         torch.manual_seed(seed)
-        texts.append(pair.write(prompts, **how))
+        return pair.write(prompts, fields, **how)
+
+    texts = [drawn(seed, None) for seed in seeds]
+    found: dict[str, Any] = {"different": len({str(text.tolist()) for text in texts})}
     for acceleration in ("eager", "auto"):
-        alike = 0
-        for seed, plain in enumerate(texts):
-            torch.manual_seed(seed)
-            alike += torch.equal(pair.write(prompts, {"acceleration": acceleration, **CHAIN}, **how), plain)
-        found[acceleration] = {"plain's": alike, "of": len(texts), "complaints": pair.complaints()}
-        if alike < len(texts) or pair.complaints():
+        fields = {"acceleration": acceleration, **CHAIN}
+        alike = sum(torch.equal(drawn(seed, fields), texts[seed]) for seed in seeds)
+        wrong = complaints(pair.drafter.stats)
+        found[acceleration] = {"plain's": alike, "of": len(texts), "complaints": wrong}
+        if alike < len(texts) or wrong:
             notes.fail(f"drawn, {acceleration}", found[acceleration])
-    return found | {"different": len({str(text.tolist()) for text in texts})}
+    return found
 
 
 # --- steps that cannot be captured ------------------------------------------------------------------------------------
@@ -178,18 +185,15 @@ def check_failures(machine: Machine, notes: Notes) -> None:
 
     def dynamic_rope() -> dict[str, Any]:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-        torch.manual_seed(0)
         target = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, rope_parameters=rope))
         return after_a_text(machine, target.to(machine.device).eval())
 
     def int8() -> dict[str, Any]:
-        torch.manual_seed(0)
         with tempfile.TemporaryDirectory() as folder:
             AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(folder)
             packed = BitsAndBytesConfig(load_in_8bit=True)
-            target = AutoModelForCausalLM.from_pretrained(
-                folder, quantization_config=packed, device_map={"": machine.device}
-            )
+            loaded = {"quantization_config": packed, "device_map": {"": machine.device}}
+            target = AutoModelForCausalLM.from_pretrained(folder, **loaded)
         return after_a_text(machine, target.eval())
 
     checked = {"dynamic rope": dynamic_rope}
@@ -198,6 +202,7 @@ def check_failures(machine: Machine, notes: Notes) -> None:
     else:
         notes.put("LLM.int8", "left out: bitsandbytes is not here")
     for name, check in checked.items():
+        torch.manual_seed(0)
         notes.attempt(name, check)
         for what, holds in notes.found[name].items():
             if holds is False:
@@ -217,8 +222,7 @@ def after_a_text(machine: Machine, target: PreTrainedModel) -> dict[str, Any]:
     plain = target.generate(**arguments)
     ours = target.generate(**arguments, assistant_model=drafter)
     gap = worst_tie(target, arguments["attention_mask"], plain, ours)
-    stats: Any = drafter.stats
-    reasons = [*stats.fallbacks, *filter(None, [stats.reason])]
+    reasons = complaints(drafter.stats)
     found = {"the text is plain's": gap <= LARGEST_TIES[torch.bfloat16], "gap": gap, "reasons": reasons}
     if machine.is_cuda:
         found["a reason is given"] = bool(reasons)

@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -34,113 +34,88 @@ NEW_TOKENS, LONG_TURNS, CANCELLED, MALFORMED = 96, 6, 7, 13  # the last two: whi
 SERVE = [sys.executable, "-c", "from eagle31_hf.cli import main; main()", "serve", "--dtype", "float32", "--port", "0"]
 
 
-@dataclass
-class Seen:
-    """What became of the requests, and the seconds between two pieces of a stream."""
-
-    right: int = 0
-    wrong: int = 0
-    lost: int = 0
-    cancelled: int = 0
-    refused: int = 0
-    tokens: int = 0
-    gaps: list[float] = field(default_factory=list)
-
-
-def long_prompt(messages):
-    """The conversation behind itself, several times."""
-    answered = [*messages, {"role": "assistant", "content": "Very well."}]
-    return [*answered * LONG_TURNS, *messages]
-
-
 def questions():
     """Prompts and what plain decoding answers."""
     tokenizer = AutoTokenizer.from_pretrained(target_path())
     target = AutoModelForCausalLM.from_pretrained(target_path(), dtype="float32")
     for number, messages in enumerate(CONVERSATIONS):
-        asked = long_prompt(messages) if number % 4 == 3 else list(messages)
+        asked = list(messages)
+        if number % 4 == 3:  # the conversation behind itself, several times
+            asked = [*asked, {"role": "assistant", "content": "Very well."}] * LONG_TURNS + asked
         inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         output = target.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
         yield asked, tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-async def ask(client, number, asked, expected, seen):
-    """One request, and what became of it."""
+async def ask(client, number, asked, expected, gaps):
+    """One request: what became of it, and its tokens; seconds between two pieces go to `gaps`."""
     malformed = number % 20 == MALFORMED
+    settings = {"max_tokens": NEW_TOKENS, "temperature": "hot" if malformed else 0}
+    text, moments, tokens = "", [], 0
     try:
         stream = await client.chat.completions.create(
-            model="eagle31-demo",
-            messages=asked,
-            max_tokens=NEW_TOKENS,
-            temperature="hot" if malformed else 0,
-            stream=True,
-            stream_options={"include_usage": True},
+            model="eagle31-demo", messages=asked, **settings, stream=True, stream_options={"include_usage": True}
         )
-        text, pieces, last = "", 0, None
         async for chunk in stream:
-            seen.tokens += chunk.usage.completion_tokens if chunk.usage else 0
+            tokens += chunk.usage.completion_tokens if chunk.usage else 0
             if chunk.choices and chunk.choices[0].delta.content:
-                now = time.monotonic()
-                seen.gaps += [] if last is None else [now - last]
-                text, pieces, last = text + chunk.choices[0].delta.content, pieces + 1, now
-            if number % 20 == CANCELLED and pieces == 2:
+                text += chunk.choices[0].delta.content
+                moments.append(time.monotonic())
+            if number % 20 == CANCELLED and len(moments) == 2:
                 await stream.close()
-                seen.cancelled += 1
-                return
-        if text.strip() == expected.strip():
-            seen.right += 1
-        else:
-            seen.wrong += 1
-            print(f"wrong: {text!r}, not {expected!r}", file=sys.stderr)
-    except openai.BadRequestError:
-        seen.refused += malformed
-        seen.lost += not malformed
+                return "cancelled", tokens
     except openai.OpenAIError as error:
-        seen.lost += 1
+        if malformed and isinstance(error, openai.BadRequestError):
+            return "refused", tokens
         print(f"lost: {error!r}", file=sys.stderr)
+        return "lost", tokens
+    finally:
+        gaps += [after - before for before, after in itertools.pairwise(moments)]
+    if text.strip() == expected.strip():
+        return "right", tokens
+    print(f"wrong: {text!r}, not {expected!r}", file=sys.stderr)
+    return "wrong", tokens
 
 
 async def load(client, asking, clients, seconds, most):
-    """All clients, each with one request after the other, until the time is up or enough was asked."""
-    seen, numbers, ends = Seen(), itertools.count(), time.monotonic() + seconds
+    """All clients, each with one request after the other, until the time is up or enough was asked: what became of the
+    requests, seconds between pieces, tokens per second."""
+    counts, gaps = dict.fromkeys(("right", "wrong", "lost", "cancelled", "refused", "tokens"), 0), []
+    numbers, began = itertools.count(), time.monotonic()
 
     async def one():
-        while time.monotonic() < ends and (number := next(numbers)) < most:
-            await ask(client, number, *asking[number % len(asking)], seen)
+        while time.monotonic() < began + seconds and (number := next(numbers)) < most:
+            what, tokens = await ask(client, number, *asking[number % len(asking)], gaps)
+            counts[what] += 1
+            counts["tokens"] += tokens
 
-    began = time.monotonic()
     await asyncio.gather(*(one() for _ in range(clients)))
-    return seen, seen.tokens / (time.monotonic() - began)
+    return counts, gaps, counts["tokens"] / (time.monotonic() - began)
 
 
 def figures(address, server):
-    """What the server has counted until now."""
+    """What the server has counted until now, by Prometheus' names."""
     text = httpx2.get(address.removesuffix("/v1") + "/metrics").text
-    told = {
-        "_".join([sample.name, *sample.labels.values()]): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-    return {**told, "cpu_s": sum(server.cpu_times()[:2])}
+    counts = Counter(cpu_s=sum(server.cpu_times()[:2]))
+    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+        counts["_".join([sample.name, *sample.labels.values()]).removeprefix("eagle31_")] = sample.value
+    return counts
 
 
 def counted(before, after):
     """What the server did in between, by its own count."""
-
-    def more(name):
-        return after[name] - before.get(name, 0)
-
-    written = more("eagle31_tokens_total_completion")
+    more = Counter(after)
+    more.subtract(before)
     return {
-        "rounds": more("eagle31_rounds_total"),
-        "texts_per_round": more("eagle31_text_rounds_total") / more("eagle31_rounds_total"),
-        "prompt_tokens": more("eagle31_tokens_total_prompt"),
-        "prompt_tokens_read": more("eagle31_tokens_total_prompt") - more("eagle31_tokens_total_cached"),
-        "drafted": more("eagle31_draft_tokens_total_drafted"),
-        "accepted": more("eagle31_draft_tokens_total_accepted"),
-        "tok_per_cpu_s": written / more("cpu_s"),
-        "cache_bytes_before": before["eagle31_cache_bytes"],
-        "cache_bytes_after": after["eagle31_cache_bytes"],
+        "rounds": more["rounds_total"],
+        "texts_per_round": more["text_rounds_total"] / more["rounds_total"],
+        "prompt_tokens": more["tokens_total_prompt"],
+        "prompt_tokens_read": more["tokens_total_prompt"] - more["tokens_total_cached"],
+        "drafted": more["draft_tokens_total_drafted"],
+        "accepted": more["draft_tokens_total_accepted"],
+        "tok_per_cpu_s": more["tokens_total_completion"] / more["cpu_s"],
+        "cache_bytes_before": before["cache_bytes"],
+        "cache_bytes_after": after["cache_bytes"],
     }
 
 
@@ -149,19 +124,19 @@ async def measure(address, server, told):
     client = openai.AsyncOpenAI(base_url=address, api_key="none", timeout=600)
     await load(client, asking, told.clients, told.seconds / 10, told.requests)  # caches have their size after it
     warm = figures(address, server)
-    _, alone = await load(client, asking, 1, told.seconds / 10, told.requests)
+    _, _, alone = await load(client, asking, 1, told.seconds / 10, told.requests)
     started, before = figures(address, server), server.memory_info().rss
-    seen, together = await load(client, asking, told.clients, told.seconds, told.requests)
-    counts = {name: getattr(seen, name) for name in ("right", "wrong", "lost", "cancelled", "refused", "tokens")}
+    counts, gaps, together = await load(client, asking, told.clients, told.seconds, told.requests)
+    gap_median_s, gap_p99_s = median(gaps), quantiles(gaps, n=100)[98]
     return {
         **counts,
         "clients": told.clients,
         "tok_per_s_alone": alone,
         "tok_per_s": together,
         "over_alone": together / alone,
-        "gap_median_s": median(seen.gaps),
-        "gap_p99_s": quantiles(seen.gaps, n=100)[98],
-        "gap_p99_over_median": quantiles(seen.gaps, n=100)[98] / median(seen.gaps),
+        "gap_median_s": gap_median_s,
+        "gap_p99_s": gap_p99_s,
+        "gap_p99_over_median": gap_p99_s / gap_median_s,
         "counted_alone": counted(warm, started),
         "counted": counted(started, figures(address, server)),
         "resident_bytes_before": before,

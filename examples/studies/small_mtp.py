@@ -34,8 +34,6 @@ from eagle31_hf.stats import Acceptance
 from eagle31_hf.texts.conversations import read_conversations
 
 ROWS, WIDTH, RATE = 8, 128, 2e-3
-MOST_TEXTS = 2000
-"""Of each file that is learnt from."""
 UNROLLED = 3
 """Draft steps that the head is trained for."""
 NAMES = {"fc.": "mtp.fc.", "enorm.": "mtp.pre_fc_norm_embedding.", "hnorm.": "mtp.pre_fc_norm_hidden.",
@@ -63,9 +61,9 @@ def shape_of(family: str, like: Any, layers: int, linear_head: int) -> Any:
     )  # fmt: skip
 
 
-def batches_of(files: list[str], tokenizer: Any, seed: int) -> Iterator[Tensor]:
+def batches_of(options: argparse.Namespace, tokenizer: Any, seed: int) -> Iterator[Tensor]:
     """Pieces `(ROWS, WIDTH)` of all conversations one after the other, each time other ones."""
-    chats = read_conversations(files, limit=MOST_TEXTS)
+    chats = read_conversations(options.texts, limit=options.limit_texts)
     rows = [tokenizer.apply_chat_template(list(chat.messages), return_dict=False) for chat in chats]
     ids, dice = torch.tensor([*chain.from_iterable(rows)]), torch.Generator().manual_seed(seed)
     while True:
@@ -104,7 +102,7 @@ def make_target(options: argparse.Namespace) -> None:
         model.get_input_embeddings().weight.copy_(embedded.get_input_embeddings().weight)
         norm = model.get_decoder().norm.weight  # even norms would hide whether raw or normed states are read
         norm.add_(0.4 * torch.randn_like(norm))
-    batches = batches_of(options.texts, tokenizer, seed=0)
+    batches = batches_of(options, tokenizer, seed=0)
     model.get_decoder().norm.weight.requires_grad_(False)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     train(weights, lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss, batches, options.minutes)
@@ -148,7 +146,7 @@ def make_head(options: argparse.Namespace) -> None:
             states, tokens = out.feedback[:, :-1], tokens[:, 1:]
         return loss / UNROLLED
 
-    batches = batches_of(options.texts, AutoTokenizer.from_pretrained(options.out), seed=1)
+    batches = batches_of(options, AutoTokenizer.from_pretrained(options.out), seed=1)
     train(weights, loss_of, batches, options.head_minutes)
     trained = {}
     for name, tensor in head.canonical_tensors().items():
@@ -251,6 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--linear-head", type=int, default=32, help="width of linear layers' heads; vLLM on a CPU: 128")
     parser.add_argument("--minutes", type=float, default=6.0, help="of processor time, for the target")
     parser.add_argument("--head-minutes", type=float, default=4.0)
+    parser.add_argument("--limit-texts", type=int, default=2000, help="of each file to learn from")
     parser.add_argument("--prompts", type=int, default=5, help="of each held-out file")
     parser.add_argument("--new-tokens", type=int, default=80)
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="lengths to measure")

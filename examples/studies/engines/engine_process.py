@@ -31,9 +31,10 @@ def engine_python() -> Path:
 
 
 def start_engine(worker: str, settings: dict[str, Any], log: Path) -> Worker:
-    """A worker of this folder: offline, no statistics sent, and with every core of this process, not all but one."""
+    """A worker of this folder, or one with a path: offline, no statistics sent, and with every core of this process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {
+        "PYTHONPATH": str(HERE),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores)),
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # by default one core is kept for the front end: half of two
