@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from policy_replay import MACHINES, DraftTrace, RoundSeconds, compare, planned, read_kept, replay
+from policy_replay import MACHINES, DraftTrace, Machine, compare, planned, read_kept, replay
 from policy_texts import as_row
 
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.drafting.shape import DraftShape
 
-TABLE = RoundSeconds(speculative_s=(1.0, 1.5, 1.75, 2.0), lookup_s=(1.0, 1.25, 1.25, 1.5), reading_s=0.25)
+MACHINE = Machine(((1, 1.0), (2, 1.25), (3, 1.25), (4, 1.5)), drafter_step_s=0.125, absorb_s=0.25)
 
 
 class Told(DraftPolicy):
@@ -35,7 +35,7 @@ def test_rounds_and_seconds_by_hand() -> None:
     lookup = DraftPlan(DraftShape(2), tokens=((15, 99),))
     policy = Told([chain, DraftPlan.skip(), lookup, chain, chain])
     trace = DraftTrace((2, 0, 0, 9, 9, 0, 9, 0, 9, 9), prompt=(7, 8), written=tuple(range(11, 21)))
-    found = replay(policy, trace, TABLE, DraftShape(3))
+    found = replay(policy, trace, MACHINE, DraftShape(3))
     # Written: 3 tokens by a chain that was right twice, 1 at rest, 2 by a lookup right once, 4 by a whole chain.
     assert found.rounds == [(0, 3, 2, False), (3, 0, 0, False), (4, 2, 1, True), (6, 3, 3, False)]
     assert found.counts == (4, 8, 6, 1, 1, found.seconds)
@@ -46,13 +46,13 @@ def test_rounds_and_seconds_by_hand() -> None:
 
 def test_a_draft_after_a_rest_waits_for_the_drafter_to_read() -> None:
     one = DraftPlan(DraftShape(1))
-    rested = replay(Told([DraftPlan.skip(), one, one]), DraftTrace((0,) * 4), TABLE, DraftShape(3))
+    rested = replay(Told([DraftPlan.skip(), one, one]), DraftTrace((0,) * 4), MACHINE, DraftShape(3))
     assert rested.seconds == 1.0 + (0.25 + 1.5) + 1.5 + 1.0
 
 
 def test_a_draft_after_a_lookup_waits_for_nothing() -> None:
     one, lookup = DraftPlan(DraftShape(1)), DraftPlan(DraftShape(1), tokens=((99,),))
-    found = replay(Told([one, lookup, one, one]), DraftTrace((0,) * 4, written=(1, 2, 3, 4)), TABLE, DraftShape(3))
+    found = replay(Told([one, lookup, one, one]), DraftTrace((0,) * 4, written=(1, 2, 3, 4)), MACHINE, DraftShape(3))
     assert found.seconds == 1.5 + 1.25 + 1.5 + 1.0
 
 
@@ -109,5 +109,5 @@ def test_a_policy_that_never_drafts_has_the_speed_of_plain_decoding() -> None:
     text = read_kept()[0][0]
     for machine in MACHINES.values():
         never = Told([DraftPlan.skip()] * len(text))
-        found = replay(never, text, machine.rounds(), DraftShape(12))
+        found = replay(never, text, machine, DraftShape(12))
         assert found.seconds == pytest.approx(text.plain_s(machine))

@@ -31,10 +31,9 @@ from engines.json_lines import EndedError, Worker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.checkpoints import WRITTEN_FORMATS, inspect_checkpoint
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafting import planner
-from eagle31_hf.errors import ConfigurationError, Eagle31Error
+from eagle31_hf.errors import Eagle31Error
 from eagle31_hf.measure.origin import origin
 from eagle31_hf.stats import Acceptance
 from eagle31_hf.texts.prompts import read_prompts
@@ -151,14 +150,6 @@ def load_prompts(tokenizer: Any, files: Sequence[str], limit: int) -> list[list[
     return [list(tokenizer.apply_chat_template(chat, **options)["input_ids"]) for chat in chats]
 
 
-def drafter_folder(given: argparse.Namespace) -> Path:
-    """The drafter named, the head inside a target named, or the embedded one."""
-    folder = Path(given.drafter or given.target or drafter_path())
-    if given.drafter and "vLLM" in given.peers and (format := inspect_checkpoint(folder).format) not in WRITTEN_FORMATS:
-        raise ConfigurationError(f"{folder} has {format}'s layout, which vLLM may not read: `eagle31 convert` it first")
-    return folder
-
-
 def all_ways(
     given: argparse.Namespace, target: Any, drafter: Eagle31Drafter, engines: dict[str, Worker]
 ) -> dict[str, Way]:
@@ -214,12 +205,11 @@ def take_turns(ways: dict[str, Way], prompts: Sequence[list[int]], turns: int) -
 
 def findings(results: Turns) -> list[str]:
     """What is not as it should be, in words; empty if all is."""
-    wrong, ours = [], results[EAGER][0]
+    ours, wrong = results[EAGER][0], []
     count = len(ours.texts)
     for name, turns in results.items():
-        equal = equal_texts(turns, results[PLAIN])
-        if equal < count:
-            wrong.append(f"{name}: {count - equal} of {count} texts differ from plain generate's")
+        if different := count - equal_texts(turns, results[PLAIN]):
+            wrong.append(f"{name}: {different} of {count} texts differ from plain generate's")
     for peer in (peer for peer in WORKERS if f"{peer}, drafter" in results):
         pairs = zip(ours.acceptance, results[f"{peer}, drafter"][0].acceptance, ours.drafted_at, strict=True)
         for position, (here, there, reached) in enumerate(pairs, 1):
@@ -271,7 +261,8 @@ def study(given: argparse.Namespace) -> int:
     if given.peers:
         engine_python()  # before minutes are spent on anything else
     given.out.mkdir(parents=True, exist_ok=True)
-    name, folder = given.target or str(target_path()), drafter_folder(given)
+    name = given.target or str(target_path())
+    folder = Path(given.drafter or given.target or drafter_path())  # a head may be inside the target
     target = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, given.dtype)).eval()
     target.generation_config.eos_token_id = None
     drafter = Eagle31Drafter.from_pretrained(folder, target=target)

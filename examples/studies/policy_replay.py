@@ -38,15 +38,6 @@ LONGEST = 12
 """Draft tokens of a round at most."""
 
 
-class RoundSeconds(NamedTuple):
-    """Seconds of rounds by the number of tokens drafted, by the drafter or looked up in the text; the first entries,
-    without a draft, are plain decoding's. And of the drafter over what it has missed."""
-
-    speculative_s: tuple[float, ...]
-    lookup_s: tuple[float, ...]
-    reading_s: float = 0.0
-
-
 @dataclass(frozen=True)
 class Machine:
     """Seconds of what rounds are made of.
@@ -77,16 +68,12 @@ class Machine:
         (low, low_s), (high, high_s) = self.forward_s[at - 1 : at + 1]
         return low_s + (width - low) * (high_s - low_s) / (high - low)
 
-    def rounds(self, longest: int = LONGEST) -> RoundSeconds:
-        """What whole rounds of one text take, with chains of up to `longest` tokens."""
-        plain_s = self.target_s(1) + self.plain_round_s
-        lookup_s = [self.target_s(depth + 1) + self.round_s for depth in range(1, longest + 1)]
-        drafted_s = [self.absorb_s + step * self.drafter_step_s for step in range(longest)]
-        return RoundSeconds(
-            speculative_s=(plain_s, *(a + b for a, b in zip(lookup_s, drafted_s, strict=True))),
-            lookup_s=(plain_s, *lookup_s),
-            reading_s=self.absorb_s,
-        )
+    def seconds(self, drafted: int, *, looked_up: bool = False) -> float:
+        """A whole round with a chain of so many tokens, by the drafter or looked up; without any, plain decoding's."""
+        if not drafted:
+            return self.target_s(1) + self.plain_round_s
+        verified_s = self.target_s(drafted + 1) + self.round_s
+        return verified_s if looked_up else verified_s + (self.absorb_s + (drafted - 1) * self.drafter_step_s)
 
 
 MACHINES = {
@@ -137,7 +124,7 @@ class DraftTrace:
 
     def plain_s(self, machine: Machine) -> float:
         """Of plain decoding."""
-        return len(self) * machine.rounds(1).speculative_s[0]
+        return len(self) * machine.seconds(0)
 
 
 class WrittenText:
@@ -177,7 +164,7 @@ class Counts(NamedTuple):
 
 
 class ReplayedText(NamedTuple):
-    """A policy's way through a trace, and what it took by the table of costs."""
+    """A policy's way through a trace, and what it took."""
 
     seconds: float
     rounds: list[ReplayedRound]
@@ -193,7 +180,7 @@ class ReplayedText(NamedTuple):
 def replay(
     policy: DraftPolicy,
     trace: DraftTrace,
-    table: RoundSeconds,
+    machine: Machine,
     largest: DraftShape,
     *,
     clock: Callable[[], float] = lambda: 1.0,
@@ -204,7 +191,7 @@ def replay(
 
     Args:
         policy: a new one, as for a generation of its own.
-        table: seconds of rounds, for drafts as long as `largest`.
+        machine: what rounds cost.
         largest: the largest draft that the policy is offered.
         clock: by how much the seconds that the policy is given exceed those of the table, as on a busy machine.
     """
@@ -219,9 +206,9 @@ def replay(
         plan = policy.next_draft(state) if remaining > 1 else None
         done = _round(plan, trace, len(new), remaining)
         rounds.append(done)
-        round_s = (table.lookup_s if done.looked_up else table.speculative_s)[done.drafted]
+        round_s = machine.seconds(done.drafted, looked_up=done.looked_up)
         if missed and done.drafted and not done.looked_up:
-            round_s += table.reading_s
+            round_s += machine.absorb_s
         missed = not done.drafted
         seconds += round_s
         new.extend(tokens[done.at : done.at + done.accepted + 1])
@@ -266,10 +253,10 @@ def planned(texts: Sequence[DraftTrace], machine: Machine) -> list[Counts]:
     costs: dict[str, RoundCosts] = defaultdict(
         lambda: RoundCosts(STEP_SHARE, shape.depth, WIDTH if machine.graphs else width)
     )
-    lengths, table, found = (shape.depth,) if machine.graphs else (), machine.rounds(), []
+    lengths, found = (shape.depth,) if machine.graphs else (), []
     for text in texts:
         planner = Planner(shape, lambda _rows, drafter=text.drafter: costs[drafter], lengths=lengths)
-        found.append(replay(planner, text, table, shape).counts)
+        found.append(replay(planner, text, machine, shape).counts)
     return found
 
 

@@ -61,7 +61,7 @@ def fixed_s(trace: DraftTrace, costs: Machine, depth: int) -> float:
     while at < len(trace):
         at += min(trace.right[at], depth) + 1
         rounds += 1
-    return rounds * costs.rounds(LONGEST).speculative_s[depth]
+    return rounds * costs.seconds(depth)
 
 
 def best_fixed_s(traces: Sequence[DraftTrace], costs: Machine) -> float:
