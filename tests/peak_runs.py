@@ -52,7 +52,7 @@ class PeakRun:
         """The plan of this run, and of no other: nothing is left for the planner to choose."""
         plain = DTYPE_NAMES[dtype]
         return plan_memory(
-            llama_config(SIZES[self.size]),
+            llama_config(self.size),
             quantization=replace(SCHEMES["bnb-nf4-dq"], dtype=plain) if self.four_bit else plain,
             card=card,
             context=self.context,
@@ -105,14 +105,14 @@ class PeakRecord:
 def measure_peak(run: PeakRun, plan: MemoryPlan, *, dtype: torch.dtype, device: torch.device) -> PeakRecord:
     """Run one combination under its plan."""
     meter = AllocatorMeter(device) if device.type == "cuda" else StorageMeter()
-    target: Any = random_target(SIZES[run.size], dtype=dtype, device=device, four_bit=run.four_bit)
+    target: Any = random_target(run.size, dtype=dtype, device=device, four_bit=run.four_bit)
     meter.loaded(target)
     drafter = planned_drafter(target, plan)
     meter.loaded(drafter)
     prompts = ragged_prompts(run, device)
     out: list[Tensor] = []
     peak = meter.peak(lambda: out.append(write(target, drafter, prompts)))
-    assert counted_on(out[0], run.prompt_tokens, SIZES[run.size]["vocab"])
+    assert counted_on(out[0], run.prompt_tokens, SIZES[run.size]["vocab_size"])
     drafter.detach()
     return PeakRecord(
         planned_bytes=max(plan.bytes_by_moment[moment] for moment in RUNNING) - plan.card.context_bytes,
@@ -147,7 +147,7 @@ def planned_drafter(target: Any, plan: MemoryPlan) -> Eagle31Drafter:
 
 def ragged_prompts(run: PeakRun, device: torch.device) -> dict[str, Tensor]:
     """Random ids. All rows but the first are half as long: rows of unlike length need a mask each, as is planned."""
-    below = min(SIZES[run.size]["vocab"], DRAFT_VOCABULARY) // 2
+    below = min(SIZES[run.size]["vocab_size"], DRAFT_VOCABULARY) // 2
     ids = torch.randint(1, below, (run.prompt_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [ids, *[ids[len(ids) // 2 :]] * (run.batch - 1)]
     return {name: tensor.to(device) for name, tensor in left_padded(rows).items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from random_pair import SIZES, counted_on, counting_drafter, random_prompts, random_target
+from random_pair import counted_on, counting_drafter, random_prompts, random_target
 from torch import Tensor
 from transformers.utils import is_bitsandbytes_available
 
@@ -109,8 +109,8 @@ class LargePair:
     """A target that counts and its drafter, which is right about 70 % of the tokens (`random_pair`)."""
 
     def __init__(self, machine: Machine, *, four_bit: bool):
-        self.machine, self.sizes = machine, SIZES[machine.size("8b", "tiny")]
-        self.target: Any = random_target(self.sizes, dtype=torch.bfloat16, device=machine.device, four_bit=four_bit)
+        self.machine, size = machine, machine.size("8b", "tiny")
+        self.target: Any = random_target(size, dtype=torch.bfloat16, device=machine.device, four_bit=four_bit)
         self.vocabulary = machine.size(32000, 512)
         self.drafter = counting_drafter(self.target, draft_vocabulary=self.vocabulary)
         self.alone = NoDrafter(self.target)
@@ -143,7 +143,7 @@ class LargePair:
         stats: Any = drafter.stats
         if complaints(stats) or stats.loop != "own":
             raise RuntimeError(f"not as it was set: {[stats.loop, *complaints(stats)]}")
-        if not counted_on(out[1], prompts["input_ids"].shape[1], self.sizes["vocab"]):
+        if not counted_on(out[1], prompts["input_ids"].shape[1], self.target.config.vocab_size):
             raise RuntimeError(f"another text than plain's: {out[1][:, -new:].tolist()}")
         rounds_s, passes = seconds - stats.prefill_s, max(stats.passes, 1)
         read = self.reads["target"] + (0 if alone else stats.drafted / max(stats.rounds, 1) * self.reads["drafter"])
@@ -177,8 +177,7 @@ def planned(pair: LargePair) -> dict[str, Any]:
 
 def check_static_cache(machine: Machine, notes: Notes) -> None:
     """What transformers alone makes of an 8B with a static cache and `torch.compile`: the bar to beat."""
-    sizes = SIZES[machine.size("8b", "tiny")]
-    target: Any = random_target(sizes, dtype=torch.bfloat16, device=machine.device)
+    target: Any = random_target(machine.size("8b", "tiny"), dtype=torch.bfloat16, device=machine.device)
     prompts, new = random_prompts(1, machine.size(128, 16), 1000, machine.device), machine.size(96, 4)
     how = {"max_new_tokens": new, "do_sample": False, "cache_implementation": "static"}
 

@@ -8,8 +8,9 @@ from itertools import product
 from typing import Any
 
 import torch
+from random_pair import llama_config
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from transformers import RepetitionPenaltyLogitsProcessor as Penalty
 from transformers.utils import is_bitsandbytes_available
 
@@ -172,12 +173,6 @@ def check_drawn(pair: EmbeddedPair, notes: Notes) -> dict[str, Any]:
 
 # --- steps that cannot be captured ------------------------------------------------------------------------------------
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "vocab_size": 512, "bos_token_id": None, "eos_token_id": None,
-    "max_position_embeddings": 4096,
-}  # fmt: skip
-
 
 def check_failures(machine: Machine, notes: Notes) -> None:
     """Two targets that make the host wait, by a rope that depends on the length and by LLM.int8: the text is plain's,
@@ -185,12 +180,12 @@ def check_failures(machine: Machine, notes: Notes) -> None:
 
     def dynamic_rope() -> dict[str, Any]:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-        target = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, rope_parameters=rope))
+        target = AutoModelForCausalLM.from_config(llama_config("tiny", rope_parameters=rope))
         return after_a_text(machine, target.to(machine.device).eval())
 
     def int8() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(folder)
+            AutoModelForCausalLM.from_config(llama_config("tiny")).save_pretrained(folder)
             packed = BitsAndBytesConfig(load_in_8bit=True)
             loaded = {"quantization_config": packed, "device_map": {"": machine.device}}
             target = AutoModelForCausalLM.from_pretrained(folder, **loaded)

@@ -21,10 +21,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from eagle31_hf import Eagle31Drafter
 
-SIZES: dict[str, dict[str, int]] = {
-    "8b": {"hidden": 4096, "layers": 32, "heads": 32, "kv": 8, "intermediate": 14336, "vocab": 128256},
-    "tiny": {"hidden": 256, "layers": 4, "heads": 4, "kv": 2, "intermediate": 512, "vocab": 1024},
-}
+SIZES = {
+    "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+           "intermediate_size": 14336, "vocab_size": 128256},
+    "tiny": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "intermediate_size": 512, "vocab_size": 1024},
+}  # fmt: skip
 SMALL = 1e-3
 """What layers add to the embedding is smaller by this factor than in a model that is to be trained."""
 
@@ -32,31 +34,21 @@ SURENESS = 120.0
 """Attention scores of the drafter's last token with itself; those with others are several times smaller."""
 
 
-def llama_config(sizes: dict[str, int]) -> LlamaConfig:
-    """Of these sizes."""
+def llama_config(size: str, **more: Any) -> LlamaConfig:
+    """Of one of `SIZES`; no token ends a text."""
     return LlamaConfig(
-        hidden_size=sizes["hidden"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["kv"],
-        intermediate_size=sizes["intermediate"],
-        vocab_size=sizes["vocab"],
-        max_position_embeddings=131072,
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=False,
+        **SIZES[size], bos_token_id=None, eos_token_id=None, **{"max_position_embeddings": 131072, **more}
     )
 
 
 def random_target(
-    sizes: dict[str, int], *, dtype: torch.dtype, device: torch.device | str, four_bit: bool = False
+    size: str, *, dtype: torch.dtype, device: torch.device | str, four_bit: bool = False
 ) -> PreTrainedModel:
     """A Llama that counts. With `four_bit` its linear layers but the head are packed to nf4 by bitsandbytes."""
-    config = llama_config(sizes)
     with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
         torch.manual_seed(0)
         with torch.device(device):
-            target = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            target = AutoModelForCausalLM.from_config(llama_config(size), dtype=dtype)
             embedding = target.get_input_embeddings().weight
             with torch.no_grad():
                 embedding.normal_()
@@ -87,7 +79,7 @@ def _pack(target: Any, dtype: torch.dtype) -> None:
 
 
 def counting_drafter(
-    target: PreTrainedModel, *, draft_vocabulary: int, right: float = 0.7, folder: Path | None = None, **load: Any
+    target: PreTrainedModel, *, draft_vocabulary: int, right: float = 0.7, **load: Any
 ) -> Eagle31Drafter:
     """A drafter for a counting target, loaded from a checkpoint as a user's would be.
 
@@ -95,11 +87,10 @@ def counting_drafter(
         target: of `random_target`.
         draft_vocabulary: its first so many tokens.
         right: share of them that it drafts when they are next.
-        folder: where the checkpoint goes; default: nowhere for long.
         load: further arguments of `from_pretrained`.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        where = Path(folder or scratch)
+    with tempfile.TemporaryDirectory() as folder:
+        where = Path(folder)
         fresh = Eagle31Drafter.from_target(target, draft_vocab_size=draft_vocabulary)
         fresh.save_pretrained(where)
         fresh.detach()

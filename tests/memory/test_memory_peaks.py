@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from random_pair import SIZES, random_target
+from random_pair import random_target
 
 from eagle31_hf import NoDrafter
 from eagle31_hf.memory.cards import GIB, Card
@@ -57,7 +57,7 @@ def test_small_runs_take_what_was_planned(run: PeakRun) -> None:
 def test_a_drafter_adds_no_more_than_is_planned(tree_size: int | None) -> None:
     """The same target with and without it."""
     run = PeakRun("tiny", context=544, prefill_chunk=256, tree_size=tree_size)
-    plan, target = run.to_plan(BF16, ROOMY), random_target(SIZES["tiny"], dtype=BF16, device=CPU)
+    plan, target = run.to_plan(BF16, ROOMY), random_target("tiny", dtype=BF16, device=CPU)
     drafter, prompts = planned_drafter(target, plan), ragged_prompts(run, CPU)
     alone = NoDrafter(target)
     alone.generation_config.prefill_chunk_size = run.prefill_chunk
