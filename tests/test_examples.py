@@ -32,8 +32,7 @@ RECIPES = sorted((FOLDER / "recipes").glob("*.sh"))
 INTEGRATIONS = sorted((FOLDER / "integrations").glob("*.py"))
 LONG = ("agent_loop",)  # it starts a server
 HOME_LAB = sorted((FOLDER / "homelab").glob("*.sh"))
-PRINTED = {"convert": "speculators: EAGLE 3.1", "agent_loop": "tool: book_table",
-           "train_demo_drafter": "acceptance length"}  # fmt: skip
+PRINTED = {"agent_loop": "tool: book_table", "train_demo_drafter": "acceptance length"}
 
 
 def arguments_of(example: Path, folder: Path) -> list[str]:

@@ -44,6 +44,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
+    names = lambda listed: tuple(filter(None, listed.replace(" ", "").split(",")))  # noqa: E731
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", default=os.environ.get("OUT", ""), help="folder; default: $OUT, or a new one in /tmp")
@@ -56,13 +57,9 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def names(listed: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in listed.split(",") if name.strip())
-
-
 def prepare(scratch: Path) -> None:
-    """Put the package, tests and studies on the path, and keep what libraries would leave on disk in `scratch`."""
-    paths = [str(REPOSITORY / part) for part in ("src", "tests", "examples/studies")]
+    """Put the package and its tests' helpers on the path, and keep what libraries would leave on disk in `scratch`."""
+    paths = [str(REPOSITORY / part) for part in ("src", "tests")]
     if find_spec("bitsandbytes") is None and CARRIED.exists():
         with ZipFile(CARRIED) as packed:
             packed.extractall(scratch / "carried")

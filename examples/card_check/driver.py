@@ -26,7 +26,7 @@ STEPS: dict[str, tuple[str, str, float]] = {
     "texts": ("texts", "check_texts", 120),
     "rounds": ("rounds", "check_embedded", 60),
     "failures": ("texts", "check_failures", 50),
-    "large": ("rounds", "check_bf16", 150),
+    "large": ("rounds", "check_large", 150),
     "large_nf4": ("rounds", "check_nf4", 130),
     "tests": ("uses", "check_tests", 120),
     "serve": ("uses", "check_serve", 60),
@@ -66,9 +66,10 @@ def run(
             os.fsync(results.fileno())  # the machine may be gone before the next step ends
     total = f"# {time.monotonic() - began:.0f} s in all"
     (out / "summary.txt").write_text(table(total, records, 2000))
-    widths = (600, 400, 300, 220, 160, 120, 90, 60, 30, 0)  # of all steps a little rather than of the last ones all
-    fitting = (text for text in (table(total, records, width) for width in widths) if len(text) < LONGEST_TABLE)
-    print(next(fitting, table(total, records, 0))[-LONGEST_TABLE:], flush=True)
+    width = 600
+    while width and len(table(total, records, width)) > LONGEST_TABLE:
+        width -= 20  # of all steps a little rather than of the last ones all
+    print(table(total, records, width)[-LONGEST_TABLE:], flush=True)
     return int(any(record["state"] != "ok" for record in records))
 
 

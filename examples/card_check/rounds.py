@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from random_pair import counted_on, counting_drafter, random_prompts, random_target
 from torch import Tensor
 from transformers.utils import is_bitsandbytes_available
 
 from eagle31_hf import NoDrafter, plan_memory
+from random_pair import counted_on, counting_drafter, random_prompts, random_target
 
 from .machine import Machine, launches, recordings, to_ms, waits
 from .notes import Notes
@@ -61,11 +62,6 @@ def grown_mib(pair: EmbeddedPair, fields: dict[str, Any]) -> dict[str, int]:
 # --- a random 8B ------------------------------------------------------------------------------------------------------
 
 
-def check_bf16(machine: Machine, notes: Notes) -> None:
-    """In bf16."""
-    check_large(machine, notes, four_bit=False)
-
-
 def check_nf4(machine: Machine, notes: Notes) -> None:
     """Packed to nf4 by bitsandbytes."""
     if not is_bitsandbytes_available():
@@ -74,7 +70,7 @@ def check_nf4(machine: Machine, notes: Notes) -> None:
     check_large(machine, notes, four_bit=True)
 
 
-def check_large(machine: Machine, notes: Notes, *, four_bit: bool) -> None:
+def check_large(machine: Machine, notes: Notes, *, four_bit: bool = False) -> None:
     """Rounds at one row and several, short and long contexts, captured and eager; what was planned against what is
     taken. In the order of worth: the step's time may end before the step does."""
     pair = LargePair(machine, four_bit=four_bit)
@@ -180,12 +176,6 @@ def check_static_cache(machine: Machine, notes: Notes) -> None:
     target: Any = random_target(machine.size("8b", "tiny"), dtype=torch.bfloat16, device=machine.device)
     prompts, new = random_prompts(1, machine.size(128, 16), 1000, machine.device), machine.size(96, 4)
     how = {"max_new_tokens": new, "do_sample": False, "cache_implementation": "static"}
-
-    def write() -> None:
-        target.generate(**prompts, **how, disable_compile=not machine.is_cuda)
-
-    def seconds() -> dict[str, float]:
-        first = machine.seconds(write)
-        return {"first_s": round(first, 1), "ms/token": to_ms(machine.seconds(write) / new)}
-
-    notes.attempt("static cache, compiled", seconds)
+    write = partial(target.generate, **prompts, **how, disable_compile=not machine.is_cuda)
+    notes.attempt("static cache, compiled, first_s", lambda: round(machine.seconds(write), 1))
+    notes.attempt("static cache, compiled, ms/token", lambda: to_ms(machine.seconds(write) / new))

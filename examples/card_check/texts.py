@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from random_pair import llama_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from transformers import RepetitionPenaltyLogitsProcessor as Penalty
@@ -17,6 +16,7 @@ from transformers.utils import is_bitsandbytes_available
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.settings import Eagle31GenerationConfig
+from random_pair import llama_config
 
 from .machine import Machine, recordings
 from .notes import Notes, described

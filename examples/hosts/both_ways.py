@@ -4,6 +4,7 @@ Each script takes a target and a drafter, `python pipeline_chat.py TARGET DRAFTE
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,35 +16,31 @@ from eagle31_hf.demo import drafter_path, target_path
 TARGET, DRAFTER = sys.argv[1:3] if len(sys.argv) > 2 else (str(target_path()), str(drafter_path()))
 
 
-class Passes:
-    """Counts the target's forwards within `generate`, whoever calls it."""
+def count_passes(target: PreTrainedModel) -> Counter:
+    """Counts the target's forwards within `generate`, whoever calls it, as `"passes"`."""
+    counts, generate, first_layer = Counter(), target.generate, target.get_decoder().layers[0]
 
-    def __init__(self, target: PreTrainedModel):
-        self.count, self._writes, self._generate = 0, False, target.generate
-        target.generate = self._counted
-        target.get_decoder().layers[0].register_forward_pre_hook(self._note)
-
-    def _counted(self, *args: Any, **kwargs: Any) -> Any:
-        self._writes = True
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        hook = first_layer.register_forward_pre_hook(lambda *_: counts.update(passes=1))
         try:
-            return self._generate(*args, **kwargs)
+            return generate(*args, **kwargs)
         finally:
-            self._writes = False
+            hook.remove()
 
-    def _note(self, *_: Any) -> None:
-        self.count += self._writes
+    target.generate = counted
+    return counts
 
 
 def compare(target: PreTrainedModel, work: Callable[[], Any]) -> None:
     """Do it without and with the drafter; an error if results differ."""
-    passes = Passes(target)
-    without, plain = work(), passes.count
+    counts = count_passes(target)
+    without, plain = work(), counts.pop("passes")
     eagle = Eagle31Drafter.from_pretrained(DRAFTER, target=target).use_by_default()
     eagle.generation_config.num_assistant_tokens_schedule = "constant"  # planned drafts, the default, go by the clock
-    passes.count = 0  # of what tries the pair out
+    counts.clear()  # of what tries the pair out
     results = work()
     eagle.detach()
     print(f"results: {'the same' if results == without else 'OTHERS'}")
-    print(f"target passes: {plain} without, {passes.count} with the drafter")
+    print(f"target passes: {plain} without, {counts.total()} with the drafter")
     if results != without:
         sys.exit(f"without: {without}\nwith: {results}")

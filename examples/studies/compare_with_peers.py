@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -169,7 +170,7 @@ def start_engines(
 ) -> tuple[dict[str, Worker], dict[str, str]]:
     """Other engines by the way they write, and why peers were left out."""
     running, left_out = {}, {}
-    for peer, drafts in ((peer, drafts) for peer in given.peers for drafts in (None, str(drafter.resolve()))):
+    for peer, drafts in product(given.peers, (None, str(drafter.resolve()))):
         name = f"{peer}, {'plain' if drafts is None else 'drafter'}"
         settings = {
             "target": target,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import drafter_path, target_path
-from eagle31_hf.texts.prompts import Prompt, read_prompts
+from eagle31_hf.texts.prompts import read_prompts
 from eagle31_hf.training.measure import EvaluationPrompt, chains_along, write_texts
 
 SUREST_KEPT = 0.005
@@ -72,20 +73,16 @@ def _percents(draft: list[float]) -> list[int]:
     return kept
 
 
-def copying(prompt: Prompt) -> list[dict[str, str]]:
-    """A chat that asks for a prompt's own words again."""
-    words = "\n".join(message["content"] for message in prompt.messages)
-    return [{"role": "user", "content": f"Repeat the following word by word, twice:\n{words}"}]
-
-
 def opening_ids(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> dict[str, list[list[int]]]:
     """Prompts of each kind."""
     chats = [(prompt.suite, prompt.opening) for prompt in read_prompts(options.prompts, options.limit)]
-    chats += [(prompt.suite, copying(prompt)) for prompt in read_prompts(options.copy, options.limit)]
-    found: dict[str, list[list[int]]] = {}
+    for prompt in read_prompts(options.copy, options.limit):
+        words = "\n".join(message["content"] for message in prompt.messages)
+        request = f"Repeat the following word by word, twice:\n{words}"
+        chats.append((prompt.suite, [{"role": "user", "content": request}]))
+    found: dict[str, list[list[int]]] = defaultdict(list)
     for kind, chat in chats:
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
-        found.setdefault(kind, []).append(ids)
+        found[kind].append(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
     return found
 
 

@@ -42,8 +42,8 @@ NAMES = {"fc.": "mtp.fc.", "enorm.": "mtp.pre_fc_norm_embedding.", "hnorm.": "mt
 
 def shape_of(family: str, like: Any, layers: int, linear_head: int) -> Any:
     """As wide as the embedded target."""
-    common = {name: getattr(like, name) for name in ("vocab_size", "hidden_size", "max_position_embeddings",
-                                                     "bos_token_id", "eos_token_id", "pad_token_id")}  # fmt: skip
+    same = ("vocab_size", "hidden_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    common = {name: getattr(like, name) for name in same}
     common |= {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
                "tie_word_embeddings": True}  # fmt: skip
     if family == "mellum":  # every other layer sees a window; experts
@@ -194,13 +194,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         opening = list(chat.messages)[:1]
         ids = tokenizer.apply_chat_template(opening, add_generation_prompt=True, return_dict=False)
         prompts.append(torch.tensor(ids))
-    record: dict[str, Any] = {"draft_rows": head.config.draft_vocab_size, "texts": len(prompts), "by_drafts": []}
-    for temperature, depth in product((0.0, 1.0), options.drafts):
-        record["by_drafts"].append(of_length(target, head, prompts, depth, temperature, options.new_tokens))
-        print(record["by_drafts"][-1], flush=True)
-    record["reference"] = against_reference(target, head, prompts, options.new_tokens)
-    print(record["reference"])
-    return record
+    by_drafts = [
+        of_length(target, head, prompts, depth, temperature, options.new_tokens)
+        for temperature, depth in product((0.0, 1.0), options.drafts)
+    ]
+    reference = against_reference(target, head, prompts, options.new_tokens)
+    rows = head.config.draft_vocab_size
+    return {"draft_rows": rows, "texts": len(prompts), "by_drafts": by_drafts, "reference": reference}
 
 
 def of_length(
@@ -261,6 +261,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not any(name.startswith("mtp.") for name in load_file(options.out / "model.safetensors")):
         make_head(options)
     record = measure(options)
+    print(json.dumps(record, indent=1))
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 

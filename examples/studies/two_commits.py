@@ -131,11 +131,8 @@ def show(found: dict[str, Any]) -> None:
     (before, after), (low, high) = found["tok_per_s"], found["ratio_spread"]
     same = f"{found['different_texts']} TEXTS DIFFER" if found["different_texts"] else "texts are equal"
     ranges = " and ".join(f"{least:.1f} to {most:.1f}" for least, most in found["spread"])
-    print(
-        f"{found['method']:24} {before:8.1f} -> {after:8.1f} tokens/s ({ranges}): "
-        f"{found['ratio']:.3f} ({low:.3f} to {high:.3f}), {same}",
-        flush=True,
-    )
+    speeds = f"{before:8.1f} -> {after:8.1f} tokens/s ({ranges})"
+    print(f"{found['method']:24} {speeds}: {found['ratio']:.3f} ({low:.3f} to {high:.3f}), {same}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
