@@ -1,6 +1,8 @@
 """Prompts that people measure by, read as they are published."""
 
 import json
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -70,8 +72,12 @@ def test_the_published_files():
 def test_a_hub_data_set_is_read_by_its_test_split(monkeypatch):
     asked = []
 
-    def load(repository, config):
+    def load(repository, config, split=None):
         asked.append((repository, config))
+        if split is not None:
+            return [{"prompt": split}]
+        if repository == "org/one":
+            return {"prompts": [{"prompt": "only"}]}
         if repository != "org/data":
             raise ConnectionError("no way\nthere")
         return {"train": [{"prompt": "no"}], "test": [{"prompt": "yes", "category": "kind"}]}
@@ -83,6 +89,10 @@ def test_a_hub_data_set_is_read_by_its_test_split(monkeypatch):
     assert read_prompts(["org/data:train"])[0].messages[0]["content"] == "no"
     assert read_conversations(["org/data:x:train"])[0].messages[0]["content"] == "no"
     assert asked == [("org/data", "qualitative"), ("org/data", None), ("org/data", "x")]
+    assert read_prompts(["org/one"])[0].messages[0]["content"] == "only"
+    for part in ("train[:1000]", "train[:5%]+test"):
+        for source in (f"org/data:{part}", f"org/data:x:{part}"):
+            assert read_conversations([source])[0].messages[0]["content"] == part
     with pytest.raises(TrainingError, match="no split 'dev'; it has train, test"):
         read_prompts(["org/data:x:dev"])
     with pytest.raises(TrainingError, match=r"'org/other', and the Hub did not give it: no way; check"):
@@ -105,7 +115,7 @@ def test_bad_rows_are_told_with_their_line(tmp_path, row, message):
         read_prompts([write(tmp_path / "file.jsonl", row)])
 
 
-def test_sources_that_give_no_prompt_or_one_twice(tmp_path):
+def test_sources_that_give_no_prompt_or_one_twice(tmp_path, monkeypatch):
     same = [{"id": 7, "prompt": "a"}, {"id": 7, "prompt": "b"}]
     for source, message in (
         (write(tmp_path / "empty.jsonl"), "are empty"),
@@ -115,6 +125,9 @@ def test_sources_that_give_no_prompt_or_one_twice(tmp_path):
     ):
         with pytest.raises(Eagle31Error, match=message):
             read_prompts([source])
+    monkeypatch.setattr(Path, "open", mock.Mock(side_effect=PermissionError(13, "not yours")))
+    with pytest.raises(TrainingError, match=r"file\.jsonl cannot be read \(not yours\)"):
+        read_prompts([str(tmp_path / "file.jsonl")])
 
 
 def test_two_files_may_be_told_apart_by_names(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -117,6 +118,8 @@ def _file_rows(file: Path) -> Rows:
                     yield number, where, parsed(line, where)
     except UnicodeDecodeError as error:
         raise TrainingError(f"{file} is not UTF-8 text ({error.reason}); convert it") from None
+    except OSError as error:
+        raise TrainingError(f"{file} cannot be read ({error.strerror or error}); name a file that can") from error
 
 
 def _table_rows(file: Path) -> Rows:
@@ -137,23 +140,28 @@ def _table_rows(file: Path) -> Rows:
 
 
 def _hub_rows(source: str, splits: Sequence[str]) -> Rows:
-    """Of `NAME`, `NAME:CONFIG`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`; without a split, of the first of `splits`."""
+    """Of `NAME`, `NAME:CONFIG`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`; without a split, of the first of `splits`, or the
+    only one. A split may be several or a part of one, as `datasets` has them: `train[:1000]`, `train+test`."""
     try:
         import datasets  # an extra: reading files must not need it
     except ImportError:
         raise TrainingError(f"no file or folder {source!r}; to read it from the Hub: pip install datasets") from None
-    name, *parts = source.split(":")
+    name, *parts = re.split(r":(?![^\[]*\])", source)  # no colon of a slice
     try:
         if len(parts) == 1 and parts[0] not in datasets.get_dataset_config_names(name):
             parts = ["", *parts]
         config, split = (*parts, "", "")[:2]
-        found: Any = datasets.load_dataset(name, config or None)
+        if any(sign in split for sign in "[+"):
+            found: Any = {split: datasets.load_dataset(name, config or None, split=split)}
+        else:
+            found = datasets.load_dataset(name, config or None)
     except Exception as error:  # the Hub, the network, a loading script that is refused
         raise TrainingError(
             f"no file or folder {source!r}, and the Hub did not give it: {first_line(error)}; check its name, your "
             "access and the network"
         ) from error
-    chosen = next((each for each in ([split] if split else splits) if each in found), None)
+    wanted = [split] if split else list(splits) + (list(found) if len(found) == 1 else [])
+    chosen = next((each for each in wanted if each in found), None)
     if chosen is None:
         raise TrainingError(f"the data set {source!r} has no split {split or splits[0]!r}; it has {', '.join(found)}")
     yield from ((number, f"{source}, row {number}", row) for number, row in enumerate(map(dict, found[chosen]), 1))
