@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from random_pair import SIZES, counted_on, counting_drafter, llama_config, random_target
 from torch import Tensor, nn
 
 from eagle31_hf import Eagle31Drafter
@@ -23,6 +22,7 @@ from eagle31_hf.memory.dry_run import StorageCounter
 from eagle31_hf.memory.ledger import RUNNING
 from eagle31_hf.memory.weights import SCHEMES, storage_bytes
 from helpers import left_padded
+from random_pair import SIZES, counted_on, counting_drafter, llama_config, random_target
 
 NEW_TOKENS = 32
 DRAFT_VOCABULARY = 32_000  # of a drafter that nobody has named, as plans assume it

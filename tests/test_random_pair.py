@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from random_pair import SIZES, counted_on, counting_drafter, random_prompts, random_target
 
 VOCABULARY = 512

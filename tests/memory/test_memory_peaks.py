@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from random_pair import random_target
 
 from eagle31_hf import NoDrafter
 from eagle31_hf.memory.cards import GIB, Card
 from eagle31_hf.memory.dry_run import StorageCounter
 from eagle31_hf.memory.weights import storage_bytes
 from peak_runs import PeakRun, StorageMeter, measure_peak, planned_drafter, ragged_prompts, runs_on, write
+from random_pair import random_target
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 ROOMY = Card("main memory", "cpu", 64 * GIB, 64 * GIB, measured=True)
