@@ -13,15 +13,8 @@ tokenizer = AutoTokenizer.from_pretrained(target_path())
 target = AutoModelForCausalLM.from_pretrained(target_path(), dtype="auto")
 eagle = Eagle31Drafter.from_pretrained(drafter_path(), target=target)
 
-write = pipeline(
-    "text-generation",
-    model=target,
-    tokenizer=tokenizer,
-    assistant_model=eagle,
-    do_sample=False,
-    max_new_tokens=64,
-    return_full_text=False,
-)
+settings = {"do_sample": False, "max_new_tokens": 64, "return_full_text": False}
+write = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=eagle, **settings)
 chat = ChatHuggingFace(llm=HuggingFacePipeline(pipeline=write), tokenizer=tokenizer)
 answer = chat.invoke([("user", "I would like to reserve a table at an Italian restaurant in Oakland.")])
 print(answer.content)

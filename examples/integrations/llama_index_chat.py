@@ -14,12 +14,9 @@ tokenizer = AutoTokenizer.from_pretrained(target_path())
 target = AutoModelForCausalLM.from_pretrained(target_path(), dtype="auto")
 eagle = Eagle31Drafter.from_pretrained(drafter_path(), target=target)
 
+settings = {"assistant_model": eagle, "do_sample": False}
 llm = HuggingFaceLLM(
-    model=target,
-    tokenizer=tokenizer,
-    max_new_tokens=64,
-    context_window=1024,
-    generate_kwargs={"assistant_model": eagle, "do_sample": False},
+    model=target, tokenizer=tokenizer, max_new_tokens=64, context_window=1024, generate_kwargs=settings
 )
 answer = llm.chat([ChatMessage(role="user", content="What is the weather going to be like in Portland this weekend?")])
 print(answer.message.content)

@@ -137,10 +137,6 @@ def by_own_head(target: Any, new_tokens: int) -> Way:
     return write
 
 
-def by_engine(engine: Worker, new_tokens: int) -> Way:
-    return lambda prompts: Turn(**engine.ask(prompts=list(prompts), new_tokens=new_tokens))
-
-
 # --- the study --------------------------------------------------------------------------------------------------------
 
 
@@ -162,7 +158,9 @@ def all_ways(
         ways[OWN_HEAD] = by_own_head(target, given.new_tokens)
     for name, acceleration in [(EAGER, "eager"), (COMPILED, "compile")][: 1 if given.eager else 2]:
         ways[name] = by_drafter(target, given.new_tokens, drafter, acceleration, given.draft_tokens)
-    return ways | {name: by_engine(engine, given.new_tokens) for name, engine in engines.items()}
+    for name, engine in engines.items():
+        ways[name] = lambda prompts, engine=engine: Turn(**engine.ask(prompts=prompts, new_tokens=given.new_tokens))
+    return ways
 
 
 def start_engines(
@@ -268,8 +266,7 @@ def study(given: argparse.Namespace) -> int:
     target.generation_config.eos_token_id = None
     drafter = Eagle31Drafter.from_pretrained(folder, target=target)
     prompts = load_prompts(AutoTokenizer.from_pretrained(name), given.prompts, given.limit)
-    longest = max(map(len, prompts)) + given.new_tokens + given.draft_tokens + 1
-    given.context = given.context or max(512, longest)
+    given.context = max(512, max(map(len, prompts)) + given.new_tokens + given.draft_tokens + 1)
     with ExitStack() as stack:
         engines, left_out = start_engines(given, name, folder, stack)
         results = take_turns(all_ways(given, target, drafter, engines), prompts, given.turns)
@@ -302,7 +299,6 @@ def main() -> int:
     parser.add_argument("--draft-tokens", type=int, default=5)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--context", type=int, help="longest text engines make room for; default: as needed")
     parser.add_argument("--eager", action="store_true", help="compile nothing, neither here nor elsewhere")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()

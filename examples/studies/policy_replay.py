@@ -19,16 +19,19 @@ import gzip
 import json
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from eagle31_hf.drafting.costs import WIDTH, WIDTH_IN_HALF, WIDTH_ON_CPU, RoundCosts
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.drafting.planner import Planner
 from eagle31_hf.drafting.shape import DraftShape
+from eagle31_hf.loop.text import Sequences, StopRules
 
 STEP_SHARE = 0.1
 """Bytes of a draft step over those of the target, as planners take them to be."""
@@ -127,22 +130,6 @@ class DraftTrace:
         return len(self) * machine.seconds(0)
 
 
-class WrittenText:
-    """The text so far, as policies see it (`ReadTexts`)."""
-
-    def __init__(self, prompt: Sequence[int]):
-        self.prompt = list(prompt)
-        self.new: list[list[int]] = [[]]
-
-    def text(self, row: int) -> list[int]:
-        """Prompt and new tokens."""
-        return self.prompt + self.new[row]
-
-    def identity(self, row: int) -> Hashable:
-        """There is one."""
-        return row
-
-
 class ReplayedRound(NamedTuple):
     """Begun behind root `at`, with so many draft tokens, `looked_up` in the text or by the drafter."""
 
@@ -196,7 +183,8 @@ def replay(
         clock: by how much the seconds that the policy is given exceed those of the table, as on a busy machine.
     """
     tokens = trace.written or (0,) * len(trace)
-    sequences = WrittenText(trace.prompt or (0,))
+    prompt = torch.tensor([[*trace.prompt] or [0]])
+    sequences = Sequences(prompt, padding=[0], rules=StopRules(prompt.shape[1] + len(tokens)), pad_id=None)
     (new,) = sequences.new
     seconds, rounds = 0.0, []
     missed = False  # whether the drafter has not read what the last round wrote

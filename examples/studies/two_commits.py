@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from engines.json_lines import Worker, answer_lines
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 WORKER = "--worker"
 PROMPTS = (
@@ -46,9 +47,7 @@ def started(folder: Path, cache: str, options: argparse.Namespace) -> Worker:
 
 def load(pair: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Target, tokenizer and drafter."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import eagle31_hf
+    import eagle31_hf  # of the version
 
     demo = Path(eagle31_hf.__file__).parent / "demo"
     name = pair["target"] or demo / "target"
