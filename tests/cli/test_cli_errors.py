@@ -99,6 +99,7 @@ REFUSED = {
     "generate --prompt x --memory auto --card 'RTX 4090' --card 'RTX 3090'": ONE_CARD,
     "plan {target} --card 'RTX 9999'": "RTX 4090",
     "plan {target} --card 'Voodoo 2, Voodoo 3'": "not in the table",
+    "plan {target} --card 'RTX 5090 laptop'": r"did you mean RTX 5090\?",
     "generate --prompt x --context 512": "got --context without a plan.*--memory auto, or leave it out",
     "chat --context 512 --card 'RTX 4090'": "got --card and --context",
     "serve --port 0 --card 'RTX 4090' --context 512": "got --card without a plan",
@@ -120,6 +121,7 @@ REFUSED = {
     "convert {drafter} {top}/out --target nobody/nothing": "no target at",
 }
 USAGE_ERRORS = {
+    "chat --chat-template {top}/no.jinja": "got --chat-template .*/no.jinja: .* does not exist",
     **{f"{name} one two": NAMES_OF_PAIR for name in ("chat", "doctor", "generate", "serve", "warmup")},
     "generate --temperature hot": "got --temperature hot: .*; see eagle31 generate --help$",
     "demo --json {top}/no/demo.json": "there is no folder",

@@ -310,7 +310,7 @@ def test_a_plan_is_kept_to_its_card() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"card": "RTX 4900"}, "did you mean RTX 4090, "),
+        ({"card": "RTX 4900"}, "did you mean RTX 4090 or "),
         ({"card": "4060 Ti"}, "did you mean"),  # sold with 8 GB, too: no guessing
         ({"card": 12}, "12 bytes"),
         ({"quantization": "int3"}, "known: 4bit, 8bit, bf16"),

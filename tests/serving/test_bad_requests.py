@@ -18,7 +18,6 @@ BANANA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
     ("fields", "status", "says"),
     [
         ({"model": "other"}, 404, "'demo' is"),
-        ({"model": None}, 400, "model is missing; GET /v1/models"),
         ({"messages": None}, 400, "messages is missing"),
         ({"messages": []}, 400, "at least 1"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "wizard"),

@@ -134,6 +134,11 @@ def test_every_ignored_field_is_in_the_header(served):
         assert told.headers["x-ignored-fields"] == name.replace("ключ", "????")
 
 
+def test_a_request_without_a_model_is_for_the_one_that_is_served(served):
+    told = HTTP.post(f"{served.url}/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1})
+    assert (told.status_code, told.json()["model"]) == (200, MODEL)
+
+
 def test_what_asks_for_nothing_is_let_through(served):
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, **IDLE, "suffix": "", "tools": None}
     assert HTTP.post(f"{served.url}/v1/chat/completions", json=body).status_code == 200

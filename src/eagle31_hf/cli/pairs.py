@@ -101,7 +101,11 @@ class PairSource:
         panel=LOADING,
     )
     chat_template: Path | None = option(
-        None, "Jinja file to use instead of the target's chat template.", dir_okay=False, panel=LOADING
+        None,
+        "Jinja file to use instead of the target's chat template.",
+        exists=True,
+        dir_okay=False,
+        panel=LOADING,
     )
 
     @property

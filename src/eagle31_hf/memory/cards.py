@@ -174,10 +174,12 @@ def find_card(card: str | int | Card | None) -> Card:
     if chips:
         return min(chips, key=lambda entry: entry.total_bytes)
     one_card(_several(card))
-    close = difflib.get_close_matches(_key(card), by_key, n=3)
-    names = f"did you mean {', '.join(by_key[key].name for key in close)}" if close else f"known: {', '.join(CARDS)}"
+    close = difflib.get_close_matches(_key(card), by_key, n=3, cutoff=0.55)
+    names = (
+        f"did you mean {' or '.join(by_key[key].name for key in close)}?" if close else f"known: {', '.join(CARDS)}."
+    )
     raise MemoryPlanError(
-        f"got card {card!r}, which is not in the table; {names}? Or give its memory, e.g. '24GiB', or 'this machine' "
+        f"got card {card!r}, which is not in the table; {names} Or give its memory, e.g. '24GiB', or 'this machine' "
         "to measure it"
     )
 

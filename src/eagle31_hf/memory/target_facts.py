@@ -128,10 +128,10 @@ def _why_no_config(target: str, error: Exception) -> str:
     first_sentence = " ".join(str(error).split()).partition(". ")[0]
     why = "no such folder, and no possible Hub id" if is_nowhere else first_sentence[:160]
     close = close_names(target)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ";"
+    known = f"did you mean {' or '.join(close)}?" if close else f"or one of {', '.join(known_targets())}"
     return (
-        f"got target {target!r}, whose config cannot be read ({why}){hint} wanted a folder with config.json, the id of "
-        f"a model on the Hub that transformers knows without remote code, or one of {', '.join(known_targets())}"
+        f"got target {target!r}, whose config cannot be read ({why}); wanted a folder with config.json, the id of a "
+        f"model on the Hub that transformers knows without remote code; {known}"
     )
 
 
@@ -148,6 +148,8 @@ def load_config(target: Any) -> PreTrainedConfig:
     known = None if Path(target).exists() else find_known_target(str(target))
     if known is not None:
         return known.config
+    if not (Path(target).exists() or "/" in str(target)) and (close := close_names(str(target))):  # no Hub id is alike
+        raise MemoryPlanError(f"got target {target!r}, which is no folder; did you mean {' or '.join(close)}?")
     refuse_drafter_as_target(target)
     try:
         config = AutoConfig.from_pretrained(target, trust_remote_code=False)

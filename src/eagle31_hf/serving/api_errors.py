@@ -63,8 +63,7 @@ def from_validation(error: ValidationError) -> ApiError:
     first = max(found, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     path = _path(first["loc"])
     if first["type"] == "missing":
-        hint = "; GET /v1/models names what is served here" if path == "model" else ""
-        return ApiError(f"{path} is missing{hint}", param=path, code="invalid_type")
+        return ApiError(f"{path} is missing", param=path, code="invalid_type")
     got = repr(first.get("input"))
     shown = got if len(got) <= 80 else f"{got[:77]}..."
     code = "invalid_value" if first["type"] == "literal_error" else "invalid_type"

@@ -145,7 +145,7 @@ class _Server:
 
     async def _answer(self, request: HttpRequest, kind: type[AnyBody]) -> Response:
         body = parse(kind, parse_json(await self._body(request)))
-        self._check_model(body.model)
+        self._check_model(body.model or self.name)
         # Templates, grammars and tokenizing take a while: not on the loop that feeds every stream.
         texts = await asyncio.to_thread(self.translator.texts_of, body)
         writer = writer_of(self.name, self.engine.tokenizer, self.engine.form, body, texts)

@@ -247,7 +247,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
-    model: str
+    model: str | None = None  # there is one
     stream: StrictBool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=MAX_CHOICES)

@@ -114,6 +114,7 @@ class TrainingSettings:
         file = next((str(path) for path in (self.out, *self.out.parents) if path.is_file()), None)
         problems = {
             f"minutes is {self.minutes}; wanted more than 0": self.minutes is not None and not self.minutes > 0,
+            f"epochs is {self.epochs}; wanted more than 0": not self.epochs > 0,
             f"minutes is {self.minutes} and max_steps {self.max_steps}; each says when to stop: give one":
                 None not in (self.minutes, self.max_steps),
             f"temperature is {min(self.temperature, default=0)}; wanted 0 (greedy) or more":
@@ -136,4 +137,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "dtype": tuple(PRECISIONS),
     "device": DEVICES,
 }
-_AT_LEAST_ONE = ("ttt_steps", "batch_rows", "eval_steps", "eval_new_tokens", "max_new_tokens", "write_rows")
+_AT_LEAST_ONE = (
+    "ttt_steps", "max_steps", "batch_rows", "accumulate", "eval_steps", "eval_new_tokens", "max_rows", "max_length",
+    "max_new_tokens", "write_rows", "draft_vocab_size",
+)  # fmt: skip
