@@ -79,7 +79,7 @@ def test_no_turn_begins_after_the_minutes_are_over(monkeypatch):
     assert seen == [(turn, 8) for turn in range(1, 7)]
     result = summarise(cut)
     assert all(each.speedup is not None for each in result.methods)
-    assert any("Stopped after 2 minutes: 6 of 8 turns." in str(part) for part in bench_parts(result))
+    assert any("Stopped after 2 min: 6 of 8 turns." in str(part) for part in bench_parts(result))
 
 
 def test_methods_take_turns_at_being_first():

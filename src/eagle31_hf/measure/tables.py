@@ -131,7 +131,7 @@ def bench_notes(result: BenchResult) -> Iterator[Text]:
     measured = result.measured
     lines = []
     if measured.turns < measured.of:
-        lines.append(f"Stopped after {measured.settings.minutes:g} minutes: {measured.turns} of {measured.of} turns.")
+        lines.append(f"Stopped after {measured.settings.minutes:g} min: {measured.turns} of {measured.of} turns.")
     lines += [f"Left out: {name}: {why}." for name, why in measured.left_out.items()]
     if measured.graphs:
         lines.append(f"{measured.graphs} graphs were compiled in {measured.graphs_s:.0f} s and kept.")
