@@ -82,7 +82,8 @@ def test_convert_says_that_a_loader_will_ask_for_the_target(tmp_path):
 
 
 def test_convert_copies_from_the_target_what_a_layout_cannot_share(tmp_path):
-    run("convert", DRAFTER, tmp_path / "out", "--format", "speculators", "--target", TARGET)
+    told = run("convert", DRAFTER, tmp_path / "out", "--format", "speculators", "--target", TARGET).stdout
+    assert "with the target's embedding, which speculators files hold themselves" in " ".join(told.split())
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16)
     written = read_checkpoint(tmp_path / "out")
     assert torch.equal(written.tensors["embed_tokens.weight"], target.get_input_embeddings().weight)

@@ -49,6 +49,7 @@ def convert(
         raise ConfigurationError(f"{source} holds an MTP head, which has one layout: eagle31 mtp {source} --out FOLDER")
     format = format or default_format(checkpoint.config)
     layout = written_layout(format)
+    parts: set[str] = set()
     if target is not None:
         checkpoint.metadata[TARGET_MODEL] = describe_target(target)
         if parts := parts_to_copy(layout, checkpoint.config):
@@ -59,6 +60,8 @@ def convert(
     carry_records(Path(source).expanduser(), destination)
     console = make_console()
     console.print(f"{source} ({checkpoint.format}) → {destination} ({format})", soft_wrap=True)
+    if parts:
+        console.print(f"with the target's {' and '.join(sorted(parts))}, which {format} files hold themselves")
     lacks = {"the target's name": not checkpoint.target, "the target's embedding": not checkpoint.config.own_embedding}
     if layout.needs_target and any(lacks.values()):
         wanted = " and ".join(what for what, is_missing in lacks.items() if is_missing)
