@@ -86,8 +86,8 @@ def test_example_runs_offline(example, tmp_path, offline, monkeypatch, capsys):
     assert PRINTED.get(example.stem, "tokens a pass") in capsys.readouterr().out
 
 
-def test_examples_stay_short():
-    assert EXAMPLES
+def test_examples_are_there_and_stay_short():
+    assert (len(RECIPES), len(HOME_LAB), len(EXAMPLES) > 5) == (2, 3, True), "all are found"
     assert not [path.name for path in (*EXAMPLES, *INTEGRATIONS) if len(path.read_text().splitlines()) >= 60]
 
 
@@ -131,7 +131,3 @@ def test_home_lab_plans_fit_and_are_what_is_served(script: Path) -> None:
     )
     assert plan.fits
     assert os.access(script, os.X_OK)
-
-
-def test_there_are_recipes_and_home_lab_scripts() -> None:
-    assert (len(RECIPES), len(HOME_LAB)) == (2, 3)

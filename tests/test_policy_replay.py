@@ -44,16 +44,13 @@ def test_rounds_and_seconds_by_hand() -> None:
     assert policy.seen == [0, 3, 4, 6]
 
 
-def test_a_draft_after_a_rest_waits_for_the_drafter_to_read() -> None:
-    one = DraftPlan(DraftShape(1))
-    rested = replay(Told([DraftPlan.skip(), one, one]), DraftTrace((0,) * 4), MACHINE, DraftShape(3))
-    assert rested.seconds == 1.0 + (0.25 + 1.5) + 1.5 + 1.0
-
-
-def test_a_draft_after_a_lookup_waits_for_nothing() -> None:
+def test_a_draft_waits_for_the_drafter_to_read_after_a_rest_alone() -> None:
     one, lookup = DraftPlan(DraftShape(1)), DraftPlan(DraftShape(1), tokens=((99,),))
-    found = replay(Told([one, lookup, one, one]), DraftTrace((0,) * 4, written=(1, 2, 3, 4)), MACHINE, DraftShape(3))
-    assert found.seconds == 1.5 + 1.25 + 1.5 + 1.0
+    trace = DraftTrace((0,) * 4, written=(1, 2, 3, 4))
+    rested = replay(Told([DraftPlan.skip(), one, one]), trace, MACHINE, DraftShape(3))
+    assert rested.seconds == 1.0 + (0.25 + 1.5) + 1.5 + 1.0
+    looked_up = replay(Told([one, lookup, one, one]), trace, MACHINE, DraftShape(3))
+    assert looked_up.seconds == 1.5 + 1.25 + 1.5 + 1.0
 
 
 def test_doubt_ends_a_chain() -> None:
