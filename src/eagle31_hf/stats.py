@@ -217,7 +217,7 @@ def _less(whole: Any, part: Any) -> Any:
 
 def _accepted(counts: Acceptance) -> str:
     positions = " ".join(f"{share:.2f}" for share in counts.cumulative_acceptance)
-    return f"{counts.accepted} of {counts.drafted} tokens accepted (by position {positions})"
+    return f"{counts.accepted} of {counts.drafted} tokens accepted (of those tried at each position {positions})"
 
 
 class LastStats:

@@ -121,6 +121,7 @@ REFUSED = {
     "convert {drafter} {top}/out --target nobody/nothing": "no target at",
 }
 USAGE_ERRORS = {
+    "plan x --quantization 4 bit": "write 4bit or 8bit",
     "chat --chat-template {top}/no.jinja": "got --chat-template .*/no.jinja: .* does not exist",
     **{f"{name} one two": NAMES_OF_PAIR for name in ("chat", "doctor", "generate", "serve", "warmup")},
     "generate --temperature hot": "got --temperature hot: .*; see eagle31 generate --help$",

@@ -115,8 +115,8 @@ def test_printed_they_are_three_lines() -> None:
     stats.record_round(depth=4, nodes=4, accepted=[1], looked_up=True)
     assert str(stats).splitlines() == [
         "2.67 tokens a pass (9 tokens)",
-        "drafter: 4 of 5 tokens accepted (by position 1.00 1.00 0.00); "
-        "looked up in the text: 1 of 4 tokens accepted (by position 1.00 0.00 0.00 0.00)",
+        "drafter: 4 of 5 tokens accepted (of those tried at each position 1.00 1.00 0.00); "
+        "looked up in the text: 1 of 4 tokens accepted (of those tried at each position 1.00 0.00 0.00 0.00)",
         "drafting did not rest",
     ]
     stats.record_round(depth=0, nodes=0, accepted=[0, 0])
