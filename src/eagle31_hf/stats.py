@@ -252,7 +252,8 @@ class PhaseClock:
         self._started = time.perf_counter()
         self._noted = 0  # tokens
         self.inside_s = 0.0  # seconds of phases within the one that is open
-        self.round_s = 0.0  # of the last round, from the wait before it to its own
+        self.round_s = 0.0  # of the last round, from the wait before it to its own; 0 where it made a graph
+        self.graphs = 0  # there were by then
         self._round_began = self._waited = self._rest_s = 0.0
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -284,10 +285,11 @@ class PhaseClock:
         """What lies between two rounds belongs to neither."""
         self._round_began = self.now()
 
-    def note_wait(self) -> None:
-        """The host has waited for the device, as it does once a round."""
-        self._waited = self.now()
-        self.round_s = self._rest_s + self._waited - self._round_began
+    def note_wait(self, graphs: int) -> None:
+        """The host has waited for the device, as it does once a round. There are so many `graphs` by now: a round that
+        loads or records one takes many times as long as others, and says nothing of them."""
+        self._waited, before, self.graphs = self.now(), self.graphs, graphs
+        self.round_s = self._rest_s + self._waited - self._round_began if graphs == before else 0.0
 
     def end_round(self) -> None:
         """What was done behind the wait is seen by the next one."""

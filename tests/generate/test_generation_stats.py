@@ -108,6 +108,19 @@ def test_phase_clock_charges_phases_and_the_rest(monkeypatch: pytest.MonkeyPatch
     assert (stats.draft_s, stats.verify_s, stats.other_s) == (2.0, 0.5, 7.5)
 
 
+def test_a_round_that_makes_a_graph_has_no_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To load one takes many times as long as a round: planners rested after it."""
+    now = iter(range(100))
+    monkeypatch.setattr(PhaseClock, "now", staticmethod(lambda: float(next(now))))
+    clock, seconds = PhaseClock(SpeculationStats()), []
+    for graphs in (0, 2, 2, 3, 3):  # the fourth is made behind the third round's wait, which the fourth's seconds show
+        clock.begin_round()
+        clock.note_wait(graphs)
+        clock.end_round()
+        seconds.append(clock.round_s)
+    assert seconds == [1.0, 0.0, 2.0, 0.0, 2.0]
+
+
 def test_printed_they_are_three_lines() -> None:
     stats = SpeculationStats(new_tokens=9)
     stats.record_round(depth=3, nodes=3, accepted=[2])

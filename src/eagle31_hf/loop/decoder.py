@@ -312,7 +312,7 @@ class SpeculativeDecoder:
         verified = self.round.verify(tree)
         accepted = self.round.accept(tree, verified, batch)
         paths, emitted, is_broken = sync_accepted(accepted, partial(self._is_broken, tree, batch))
-        self.clock.note_wait()
+        self.clock.note_wait(self.round.num_graphs)
         if is_broken:
             stats = self.request.stats
             stats.events.append(DraftEvent(stats.accepted + stats.rounds, "stop", NOT_A_NUMBER))

@@ -84,11 +84,17 @@ class Round:
         self._made_for = 0  # `Placement.row_changes` then: those that join later know nothing of it
         self._by_graphs: CompiledDrafting | None = None  # what this round's drafts are made with, if not by eager code
         self._rests = False  # whether nothing is drafted because it would be in vain
+        clock.graphs = self.num_graphs
         if self.graphs is not None:
             most = choosing.shape.nodes
             self.verification = CompiledVerification(self.binding, caches.target, self.graphs, most_nodes=most)
             self.drafting = None if caches.drafter is None else CompiledDrafting(caches.drafter, self.graphs)
             choosing.stats.fall_back(self.graphs.disabled_reason)
+
+    @property
+    def num_graphs(self) -> int:
+        """That are made by now."""
+        return 0 if self.graphs is None else len(self.graphs.keys)
 
     def _serve_graphs(self) -> bool:
         """Whether graphs serve rounds over these caches; if not, `stats` says why."""

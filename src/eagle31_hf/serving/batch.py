@@ -209,7 +209,7 @@ class Batch:
         paths, emitted, _ = sync_accepted(
             accepted, lambda: torch.zeros((), dtype=torch.bool, device=tree.tokens.device)
         )
-        self.clock.note_wait()
+        self.clock.note_wait(self.rounds.num_graphs)
         events = [self._write(b, tree, verified.logits, paths[b], emitted[b]) for b in rows]
         kept = [list(event.tokens) or [0] for event in events]  # a row that fails leaves, whatever it holds
         self.rounds.commit(accepted, verified, Written(paths, kept))
