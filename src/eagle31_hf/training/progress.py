@@ -43,10 +43,11 @@ class Counting:
     Args:
         title: what is done, as in "the target writes answers".
         total: how much there is to do.
+        resumes: whether the first count is what an earlier run had done.
     """
 
-    def __init__(self, console: Console, title: str, total: int):
-        self._console, self._title, self._total = console, title, total
+    def __init__(self, console: Console, title: str, total: int, *, resumes: bool = False):
+        self._console, self._title, self._total, self._resumes = console, title, total, resumes
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(table_column=Column(min_width=6, max_width=24)),
@@ -66,9 +67,12 @@ class Counting:
         self._ended += ended
         done = max(self._ended + underway, self.bar.tasks[0].completed)
         self.bar.update(self._task, completed=done, note=self._so_far())
-        if time.monotonic() - self._said_at >= LINE_EVERY_S:
+        if self._resumes and ended:
+            self._say(f"{self._so_far()}, kept from an earlier run")
+        elif time.monotonic() - self._said_at >= LINE_EVERY_S:
             seconds = self.bar.tasks[0].time_remaining
             self._say(self._so_far() + ("" if seconds is None else f", {seconds / 60:.0f} minutes left"))
+        self._resumes = False
 
     def __enter__(self) -> Counting:
         self.bar.start()

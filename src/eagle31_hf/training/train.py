@@ -221,7 +221,7 @@ class Run:
         share = count // processes.num_processes + (rank < count % processes.num_processes)
         path = data_file(settings.out, "prompts", rank)
         seed = settings.seed * processes.num_processes + rank
-        with Counting(self.console, "the target writes prompts", share) as counting:
+        with Counting(self.console, "the target writes prompts", share, resumes=True) as counting:
             mine = write_prompts(
                 self.target, self.tokenizer, path, share, write_rows=settings.write_rows, seed=seed,
                 on_progress=counting.advance,
@@ -238,7 +238,7 @@ class Run:
         needed = f"{size_text(disk_bytes(conversations, settings))} in {path.parent}"
         say(self.console, f"the target writes its own turns: at most {needed}")
         mine = conversations[processes.process_index :: processes.num_processes]
-        with Counting(self.console, "the target writes answers", len(mine)) as counting:
+        with Counting(self.console, "the target writes answers", len(mine), resumes=True) as counting:
             written = regenerate(mine, self.target, self.tokenizer, path, settings, on_progress=counting.advance)
         by_id = {conversation.id: conversation for conversation in gather_object(written)}
         return [by_id[conversation.id] for conversation in conversations if conversation.id in by_id]
@@ -339,7 +339,7 @@ class Run:
         self, model: DistillationModel, dataset: PackedDocuments, known: list[KnownTexts], plan: TrainingPlan
     ) -> StageResult:
         """Train from where an earlier run was left."""
-        counting = Counting(self.console, "training", plan.steps)
+        counting = Counting(self.console, "training", plan.steps, resumes=True)
         patience = EarlyStoppingCallback(early_stopping_patience=PATIENCE)
         callbacks = [LiveProgress(self.console, counting), self.stop, patience]
         trainer = DistillationTrainer(model, self._arguments(plan.steps), dataset, known=known, callbacks=callbacks)
