@@ -32,6 +32,7 @@ from eagle31_hf.measure.exactness import Kind, Verdict
 from eagle31_hf.measure.plots import plot_drift
 from eagle31_hf.measure.readings import (
     Subject,
+    VocabularyScore,
     mean_over_tokens,
     other_readings,
     replay,
@@ -94,6 +95,11 @@ def test_the_loop_without_drafts_has_graphs_where_the_drafter_has(
     monkeypatch.setattr(Bench, "run", lambda bench: seen.extend(bench.settings.methods) or run(bench))
     both(drafter, prompts[:1], new_tokens=4)
     assert [method.by_graphs for method in seen] == [False, None if has_graphs else False, None]
+
+
+def test_a_drafter_that_has_hardly_learned_has_no_wrong_map() -> None:
+    assert not VocabularyScore(as_mapped=0.04, as_seen=0.08, drafts=300).is_wrong
+    assert VocabularyScore(as_mapped=0.0, as_seen=0.4, drafts=300).is_wrong
 
 
 def attached(target: Any, **fields: Any) -> Eagle31Drafter:

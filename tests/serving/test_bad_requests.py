@@ -23,6 +23,8 @@ BANANA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "wizard"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "text"),
         ({"temperature": 3}, 400, "temperature"),
+        ({"temperature": "0.5"}, 400, "temperature: Input should be a number, got '0.5'"),
+        ({"max_tokens": True}, 400, "max_tokens: Input should be a number, got True"),
         ({"n": 1000}, 400, "n:"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"top_logprobs": 2}, 400, "logprobs"),

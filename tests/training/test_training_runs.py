@@ -106,6 +106,7 @@ def test_a_run_has_as_many_steps_as_its_minutes_hold(tmp_path: Path, monkeypatch
         ({"max_steps": -3}, "max_steps is -3; wanted at least 1"),
         ({"max_rows": 0}, "max_rows is 0; wanted at least 1"),
         ({"epochs": -1.0}, "epochs is -1.0; wanted more than 0"),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0; wanted more than 0"),
         ({"minutes": 0.0}, "minutes is 0.0; wanted more than 0"),
         ({"minutes": 8.0, "max_steps": 5}, "give one"),
         ({"temperature": (-1.0,)}, "wanted 0"),

@@ -231,15 +231,20 @@ def read_config_as(config: Eagle31Config, fields: Mapping[str, Any]) -> Eagle31C
 @dataclass(frozen=True)
 class VocabularyScore:
     """Share of first drafts that are right as `d2t` maps them, and by the token that followed each draft id most often
-    in the other half of the texts."""
+    in the other half of the texts; of so many drafts."""
 
     as_mapped: float
     as_seen: float
+    drafts: int
 
     @property
     def is_wrong(self) -> bool:
-        """A right map cannot be beaten by so much: what is learned from half the texts is less than what it knows."""
-        return self.as_seen > 1.5 * self.as_mapped + 0.02
+        """A right map cannot be beaten by so much: what is learned from half the texts is less than what it knows.
+
+        Three standard errors are chance: a drafter that has hardly learned is right about few tokens by any map.
+        """
+        chance = 3.0 * math.sqrt(self.as_seen / max(1, self.drafts))
+        return self.as_seen > 1.5 * self.as_mapped + 0.02 + chance
 
 
 def score_vocabulary(
@@ -252,7 +257,7 @@ def score_vocabulary(
     mapped = drafted if ids is None else ids.cpu()[drafted]
     pairs = list(zip(drafted.tolist(), followed.tolist(), strict=True))
     right = _right_by_majority(pairs[::2], pairs[1::2]) + _right_by_majority(pairs[1::2], pairs[::2])
-    return VocabularyScore(float((mapped == followed).double().mean()), right / max(1, len(drafted)))
+    return VocabularyScore(float((mapped == followed).double().mean()), right / max(1, len(drafted)), len(drafted))
 
 
 def _right_by_majority(known: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> int:

@@ -17,9 +17,10 @@ from pydantic import (
     Field,
     StrictBool,
     ValidationError,
+    field_validator,
     model_validator,
 )
-from pydantic_core import from_json
+from pydantic_core import PydanticCustomError, from_json
 
 from ..errors import removal
 from ..texts.rows import Message
@@ -272,6 +273,17 @@ class Body(BaseModel):
     skip_special_tokens: StrictBool = True
 
     structured_outputs: Structured = Field(default_factory=lambda: Structured.model_validate({}))
+
+    @field_validator(
+        "n", "max_tokens", "seed", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty",
+        "presence_penalty", "frequency_penalty", "min_tokens", "max_completion_tokens",
+        mode="before", check_fields=False,
+    )  # fmt: skip
+    @classmethod
+    def _no_text_or_bool(cls, value: Any) -> Any:
+        if isinstance(value, (str, bool)):
+            raise PydanticCustomError("number_type", "Input should be a number")
+        return value
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -115,6 +115,8 @@ class TrainingSettings:
         problems = {
             f"minutes is {self.minutes}; wanted more than 0": self.minutes is not None and not self.minutes > 0,
             f"epochs is {self.epochs}; wanted more than 0": not self.epochs > 0,
+            f"learning_rate is {self.learning_rate}; wanted more than 0":
+                self.learning_rate is not None and not self.learning_rate > 0,
             f"minutes is {self.minutes} and max_steps {self.max_steps}; each says when to stop: give one":
                 None not in (self.minutes, self.max_steps),
             f"temperature is {min(self.temperature, default=0)}; wanted 0 (greedy) or more":
