@@ -304,12 +304,11 @@ def test_calls_are_named_as_the_template_wants_them_back(name, ids):
     ]
     tokenizer, body = tokenizer_of(name), parse(ChatBody, {"model": "demo", "messages": messages, "tools": TOOLS})
     writer = writer_of("demo", tokenizer, form_of(tokenizer), body, [Request((5,), 9)])
-    (piece, *_) = writer.pieces(
-        0, Event(Usage(1), FORMS[name][1]([("get_weather", {}), ("f-2", {})]), (5,), finish="stop")
-    )
+    pieces = writer.pieces(0, Event(Usage(1), FORMS[name][1]([("get_weather", {}), ("f-2", {})]), (5,), finish="stop"))
+    writer.add(pieces)
     calls = writer.whole([Usage(1)])["choices"][0]["message"]["tool_calls"]
     assert re.fullmatch(ids, " ".join(call["id"] for call in calls))
-    assert piece["choices"][0]["delta"]["tool_calls"][0]["id"] == calls[0]["id"]
+    assert pieces[0]["choices"][0]["delta"]["tool_calls"][0]["id"] == calls[0]["id"]
 
 
 def test_one_call_where_one_was_asked_for():
@@ -317,6 +316,7 @@ def test_one_call_where_one_was_asked_for():
     tokenizer = tokenizer_of("Hermes JSON")
     writer = writer_of("demo", tokenizer, form_of(tokenizer), body, [Request((5,), 9)])
     pieces = writer.pieces(0, Event(Usage(1), FORMS["Hermes JSON"][1]([("f-2", {})] * 2), (5,), finish="stop"))
+    writer.add(pieces)
     assert sum("tool_calls" in piece["choices"][0]["delta"] for piece in pieces) == 1
     assert len(writer.whole([Usage(1)])["choices"][0]["message"]["tool_calls"]) == 1
 

@@ -253,7 +253,7 @@ def _usage(usages: Sequence[Usage]) -> Fields:
 
 
 class AnswerWriter:
-    """Pieces of one answer, and the whole, which is what its pieces add up to; id and model are the same in all.
+    """Pieces of one answer, and the whole, which is what those that were kept add up to; id and model are the same.
 
     Args:
         kind, kind_of_pieces: what OpenAI calls such objects.
@@ -275,10 +275,12 @@ class AnswerWriter:
 
     def pieces(self, index: int, event: Event) -> list[Fields]:
         """What one event of text `index` adds to a stream."""
-        made = self._choices[index].pieces(event)
-        for piece in made:
-            self._wholes[index] = _added(self._wholes[index], piece)
-        return [self._piece([piece], **self._more) for piece in made]
+        return [self._piece([piece], **self._more) for piece in self._choices[index].pieces(event)]
+
+    def add(self, pieces: Sequence[Fields]) -> None:
+        """Keep pieces for the whole."""
+        for choice in (choice for piece in pieces for choice in piece["choices"]):
+            self._wholes[choice["index"]] = _added(self._wholes[choice["index"]], choice)
 
     def usage(self, usages: Sequence[Usage]) -> Fields:
         """The last piece of a stream that counts tokens."""

@@ -182,8 +182,8 @@ class _Server:
                 yield await asyncio.to_thread(writer.pieces, index, event)
 
     async def _collect(self, run: _Run, writer: AnswerWriter) -> None:
-        async for _ in self._pieces(run, writer):
-            pass
+        async for pieces in self._pieces(run, writer):
+            writer.add(pieces)
 
     async def _stream(
         self, request: HttpRequest, run: _Run, writer: AnswerWriter, include_usage: bool
