@@ -142,6 +142,13 @@ def test_rows_are_taken_evenly(rows, limit):
     assert taken[:1] == rows[:1]
 
 
+def test_a_folder_is_one_source_whose_files_share_the_limit(tmp_path):
+    for name in "ab":
+        rows = [json.dumps({"id": f"{name}{n}", "prompt": "What is two and two?"}) for n in range(6)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    assert [prompt.id for prompt in read_prompts([str(tmp_path)], limit=4)] == ["a/a0", "a/a3", "b/b0", "b/b3"]
+
+
 def test_the_embedded_prompts_are_of_two_kinds():
     assert {prompt.category for prompt in embedded_prompts()} == {"bookings", "sums"}
     assert len({prompt.id for prompt in embedded_prompts()}) == len(CONVERSATIONS)

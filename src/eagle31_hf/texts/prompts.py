@@ -73,10 +73,9 @@ def _read_source(source: str, limit: int | None) -> list[Prompt]:
     suite, separator, place = source.partition("=")
     if not separator:
         suite, place = "", source
-    prompts = []
-    for _, name, rows in tables(place, ("test", "validation", "train")):
-        kept = list(rows)[: MT_BENCH_ROWS if suite == "mt-bench" else None]
-        prompts += [_prompt(row, suite or name, where) for _, where, row in evenly(kept, limit)]
+    found = tables(place, ("test", "validation", "train"))
+    rows = [(row, suite or name, where, str(number)) for _, name, each in found for number, where, row in each]
+    prompts = [_prompt(*row) for row in evenly(rows[: MT_BENCH_ROWS if suite == "mt-bench" else None], limit)]
     if not prompts:
         raise TrainingError(f"the prompts {place!r} are empty; wanted one JSON object per line")
     return prompts
@@ -89,8 +88,7 @@ def evenly(rows: Sequence[Any], limit: int | None) -> list[Any]:
     return [rows[index * len(rows) // limit] for index in range(limit)]
 
 
-def _prompt(row: Any, suite: str, where: str) -> Prompt:
-    number = where.rpartition(" ")[2]
+def _prompt(row: Any, suite: str, where: str, number: str) -> Prompt:
     found = conversation_from_row(row, where=where, fallback_id=number, category=suite)
     chat = tuple(up_to_question(found.messages))
     if not chat or not all(message["content"].strip() for message in chat if message["role"] == "user"):
