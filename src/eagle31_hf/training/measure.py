@@ -139,7 +139,8 @@ def write_texts(
     texts: list[KnownText] = []
     for first in range(0, len(ordered), batch_size):
         batch = ordered[first : first + batch_size]
-        answers = _answers(binding.model, batch, temperature, max_new_tokens, seed + first, kept, on_progress)
+        how = {"seed": seed + first, "max_new_tokens": max_new_tokens, **sampling_options(temperature)}
+        answers = _answers(binding.model, [prompt.input_ids for prompt in batch], how, kept, on_progress)
         for row, (prompt, answer) in enumerate(zip(batch, answers, strict=True)):
             if len(answer) > 1:
                 sampled = (seed + first, len(batch), row, len(answer))
@@ -151,37 +152,28 @@ def write_texts(
 
 
 def _answers(
-    model: Any,
-    batch: Sequence[EvaluationPrompt],
-    temperature: float,
-    max_new_tokens: int,
-    seed: int,
-    kept: Path | None,
-    on_progress: OnProgress,
+    model: Any, prompts: Sequence[list[int]], how: dict[str, Any], kept: Path | None, on_progress: OnProgress
 ) -> list[list[int]]:
-    """Answers that are written side by side, or were by an earlier run."""
-    prompts = [prompt.input_ids for prompt in batch]
+    """Answers that are written side by side by these options of `write_batch`, or were by an earlier run."""
     answers: dict[int, list[int]] = {}
     with served_by_scores(model):
-        asked = [place_of(model), str(model.generation_config), prompts, temperature, max_new_tokens, seed]
+        asked = [place_of(model), str(model.generation_config), prompts, how]
         key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
         if kept is not None:
             lines = read_whole_lines(kept, {}, identity="key")
             answers = {line["row"]: line["answer"] for line in lines if line["key"] == key}
-        if len(answers) < len(batch):
+        if len(answers) < len(prompts):
             write_batch(
                 model,
                 prompts,
                 answers.__setitem__,
-                seed=seed,
-                max_new_tokens=max_new_tokens,
-                on_token=lambda share: on_progress(0, share * len(batch)),
-                **sampling_options(temperature),
+                on_token=lambda share: on_progress(0, share * len(prompts)),
+                **how,
             )
             if kept is not None:
-                append_lines(kept, [{"key": key, "row": row, "answer": answers[row]} for row in range(len(batch))])
-    on_progress(len(batch), 0.0)
-    return [answers[row] for row in range(len(batch))]
+                append_lines(kept, [{"key": key, "row": row, "answer": answers[row]} for row in range(len(prompts))])
+    on_progress(len(prompts), 0.0)
+    return [answers[row] for row in range(len(prompts))]
 
 
 def _noise(binding: TargetBinding, seed: int, rows: int, row: int, count: int) -> Tensor:

@@ -112,7 +112,7 @@ class Teacher:
 class WrittenTeacher(Teacher):
     """The same where the target wrote the text itself, for stage 2."""
 
-    temperature: Tensor  # `(M,)` of the text
+    sampled: tuple[tuple[float, Tensor], ...]  # each temperature above 0, and where it stands among the `M`
     token: Tensor  # `(M,)` which draft id the next token is, -1 where it cannot be drafted
     served: Tensor  # `(M, Vd)` probability of the draft ids as served at that temperature; 0 where it is greedy
 
@@ -276,8 +276,8 @@ class DistillationModel(nn.Module):
     def teach(self, batch: PackedBatch, target_logits: Tensor, rows: Tensor) -> Teacher:
         """Teacher for those of the flat positions `rows (M,)` that a token loss is of; the others would cost a head."""
         teacher = make_teacher(target_logits, rows, self.drafter.draft_ids)
-        learned = teacher.best >= 0
-        return teacher if bool(learned.all()) else Teacher(*(each[learned] for each in vars(teacher).values()))
+        learned = (teacher.best >= 0).nonzero().squeeze(1)
+        return teacher if len(learned) == len(rows) else Teacher(*(each[learned] for each in vars(teacher).values()))
 
     def judge(self, states: Tensor, inside: Tensor, teacher: Teacher) -> tuple[Tensor, ...]:
         """Of one step: token loss, hits and positions, summed over the states `(M, H)` that are `inside`."""
@@ -340,12 +340,13 @@ class AcceptanceModel(DistillationModel):
         """With the tokens that were written, and the distributions they were drawn from."""
         draft_ids = self.drafter.draft_ids
         teacher = make_teacher(target_logits, rows, draft_ids)
-        temperature, served = batch.written_at.flatten()[rows], torch.zeros_like(teacher.log_probs)
-        for each, these in sampled_at(temperature):
-            scores = target_logits[rows[these]].float()
-            served[these] = of_drafts(self.warping_at(each)(scores).softmax(-1), draft_ids)
+        sampled, served = tuple(sampled_at(batch.written_at.flatten()[rows])), torch.zeros_like(teacher.log_probs)
+        for each, these in sampled:
+            for block in these.split(rows_at_once(target_logits)):
+                scores = target_logits[rows[block]].float()
+                served[block] = of_drafts(self.warping_at(each)(scores).softmax(-1), draft_ids)
         token = draft_rows(batch.input_ids.flatten()[rows + 1], draft_ids, target_logits.shape[-1])
-        return WrittenTeacher(**vars(teacher), temperature=temperature, token=token, served=served)
+        return WrittenTeacher(**vars(teacher), sampled=sampled, token=token, served=served)
 
     def judge(self, states: Tensor, inside: Tensor, teacher: Teacher) -> tuple[Tensor, ...]:
         """As `DistillationModel.judge`, and the chance `(M,)` that each draft is accepted."""
@@ -353,7 +354,7 @@ class AcceptanceModel(DistillationModel):
         logits = self.drafter.draft_logits(states).float()
         greedy = logits.log_softmax(-1).gather(1, teacher.best.clamp(min=0)[:, None]).squeeze(1).exp()
         chance = torch.where(teacher.best >= 0, greedy, 0.0)
-        for each, these in sampled_at(teacher.temperature):
+        for each, these in teacher.sampled:
             drafted = self.warping_at(each)(logits[these]).softmax(-1)
             chance = chance.index_put((these,), agreement(teacher.served[these], drafted, teacher.token[these]))
         return *token_loss(logits, inside, teacher), torch.where(inside, chance, 0.0)
