@@ -90,7 +90,7 @@ class PublishingError(Eagle31Error, RuntimeError):
 
 
 class TrainingError(Eagle31Error, RuntimeError):
-    """Training data, stored features or the training run itself are unusable."""
+    """Training data or the training run itself are unusable."""
 
 
 _ONE_BENCH = "`eagle31 bench --target TARGET --drafter DRAFTER` measures all methods in turns, as tables and --json"

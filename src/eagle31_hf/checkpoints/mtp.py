@@ -41,8 +41,6 @@ HEAD_FILE = "mtp.safetensors"
 
 TOKENIZER_FILE = "tokenizer.json"
 """Of a target: the order of its ids says which rows of its LM head are worth drafting from."""
-SAVED = MtpConfig.model_type
-"""Of a head in a folder of its own."""
 PACKED_MODULES = "_proj"
 """How linear layers of a head end that a quantiser may pack."""
 
@@ -227,7 +225,7 @@ def find_head(folder: Path) -> StoredHead | None:
     if not path.is_file():
         return None
     raw_config = read_json(path)
-    if raw_config.get("model_type") == SAVED:
+    if raw_config.get("model_type") == MtpConfig.model_type:
         stored = open_shards([folder / WEIGHTS_FILE])
         return StoredHead(folder, raw_config, None, stored, {name: name for name in stored.infos})
     family = family_of(raw_config)

@@ -8,7 +8,7 @@ One pass over position t reads the embedding of token x_{t+1} and a state g_t of
     y = layers(x);  z = norm(y);  draft logits = the target's LM head(z);  feedback = z (most families) or y
 
 Layers, norms and rotary tables are of the target's own classes, built from its configuration: no model file is copied.
-Which family names its tensors how, and which state it reads, is in `checkpoints.mtp`.
+Which family names its tensors how is in `checkpoints.mtp`; which state is read and fed back, in `MtpConfig`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from .progress import waiting_for
 
 NONE = "none"
 """What `--drafter` is told where there is none."""
-_SCHEMES = {"4bit": "bnb-nf4-dq", "8bit": "bnb-int8"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class LoadedPair:
 
 @dataclass(frozen=True)
 class PairSource:
-    """What to load and how; the options `generate`, `chat`, `serve` and `bench` have in common."""
+    """What to load and how; the options of every command that loads a pair."""
 
     target: str | None = option(None, "Folder or Hub id; default: the embedded one.")
     drafter: str | None = option(
@@ -288,7 +287,7 @@ def make_plan(source: PairSource, drafting: DraftOptions, *, batch: int) -> Memo
 def _planned_weights(source: PairSource) -> str | None:
     """What a plan is told of the target's weights; `None`: they are as stored."""
     if source.quantization is not None:
-        return _SCHEMES[source.quantization]
+        return source.quantization
     if source.dtype not in ("auto", "stored"):
         return source.torch_dtype
     dtype = dtype_here(source.target_name, dtype=source.torch_dtype, device_map=_placement(source))

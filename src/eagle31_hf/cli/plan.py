@@ -88,7 +88,7 @@ def plan(
     if made.fits:
         console.print(f"\n{command_to_run(made, target, options.drafter)}", soft_wrap=True)
     if plot is not None:
-        from ..measure.plots import plot_card  # torch comes with it, which no plan needs
+        from ..measure.plots import plot_card  # the loop comes with it, which no plan needs
 
         plot_card(made, plot)
     raise typer.Exit(0 if made.fits else 1)

@@ -16,7 +16,7 @@ from .cards import Card, measure_card
 from .drafter_facts import read_drafter
 from .ledger import MemorySettings
 from .plan import MemoryPlan
-from .planner import DEFAULT_CONTEXT, plan_memory
+from .planner import plan_memory
 from .target_facts import read_target
 
 logger = logging.getLogger(__name__)
@@ -138,13 +138,10 @@ def _device_of(target: nn.Module) -> torch.device:
     return devices.pop()
 
 
-def _context_of(target: PreTrainedModel) -> int:
-    """Tokens of the longest row to plan for."""
+def _context_of(target: PreTrainedModel) -> int | None:
+    """Tokens of the longest row, where the target's settings say so."""
     wanted: Any = getattr(target.generation_config, "max_length", None)
-    trained = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(wanted, int) and wanted > TRANSFORMERS_DEFAULT_LENGTH:
-        return wanted
-    return min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)
+    return wanted if isinstance(wanted, int) and wanted > TRANSFORMERS_DEFAULT_LENGTH else None
 
 
 TRANSFORMERS_DEFAULT_LENGTH = 20

@@ -67,7 +67,7 @@ class DrafterRun(CountedForwards):
             self._read(forward, cache, forward.tokens)
             alive = tuple(live - cache.num_bytes for live in counter.steps)
         kept = [layer.num_bytes for layer in cache.attending]
-        return Count(alive, ForwardBytes(0, sum(kept), max(kept, default=0), cache.num_bytes - sum(kept)))
+        return Count(alive, ForwardBytes(0, sum(kept), max(kept, default=0)))
 
     def _read(self, forward: Forward, cache: SpeculativeCache, tokens: int) -> Tensor:
         steps, width = forward.verifies, self.config.hidden_size if forward.verifies else self.aux_width
@@ -130,7 +130,8 @@ def read_drafter(drafter: Any, target: TargetFacts) -> DrafterFacts:
             f"the drafter was made for hidden size {config.target_hidden_size} and {config.vocab_size} tokens, target "
             f"{target.name} has {target.hidden_size} and {target.vocab_size}; plan with a drafter made for it"
         )
-    return drafter_facts(config, target.quantization.torch_dtype, copies_rows=_copies_head_rows(drafter))
+    copies_rows = isinstance(config, MtpConfig) and _copies_head_rows(drafter)
+    return drafter_facts(config, target.quantization.torch_dtype, copies_rows=copies_rows)
 
 
 def drafter_to_plan(drafter: Any, target: Any) -> Any:

@@ -24,7 +24,7 @@ from .cards import MIB, Card
 from .drafter_facts import DrafterFacts
 from .dry_run import ForwardBytes
 from .target_facts import TargetFacts
-from .weights import SCHEMES, Quantization
+from .weights import Quantization, scheme
 
 LOAD, PREFILL, DRAFTER_PREFILL = "load", "prefill chunk", "drafter prefill"
 VERIFY, ACCEPT, UPDATE, DRAFT = "verify", "accept", "drafter update", "draft"
@@ -132,8 +132,7 @@ def bytes_by_moment(terms: tuple[LedgerTerm, ...]) -> dict[str, int]:
 def drafter_quantization(target: TargetFacts, precision: str) -> Quantization:
     """How a drafter's matrices are stored at this precision, beside a target of this dtype."""
     dtype = target.quantization.dtype
-    packed = {"full": SCHEMES[dtype], "int8": SCHEMES["bnb-int8"], "nf4": SCHEMES["bnb-nf4-dq"]}[precision]
-    return Quantization(**{**vars(packed), "dtype": dtype})
+    return scheme({"full": dtype, "int8": "bnb-int8", "nf4": "bnb-nf4-dq"}[precision], dtype)
 
 
 class _Ledger:
@@ -243,14 +242,14 @@ class _Ledger:
         settings, chunk = self.settings, self.chunk
         precision = drafter_quantization(self.target, settings.drafter_precision)
         matrices = f"matrices: {precision.rules.formula}; fc, norms, embedding: elements * {precision.dtype_bytes}"
-        sizes: dict[str, Any] = {"capacity": settings.drafter_capacity, "block": chunk, "batch": self.batch}
         kept = self._kept_slots(settings.drafter_capacity, settings.shape.drafter_block(chunk))
         held = drafter.run.count(settings.shape.draft_block, batch=self.batch, grows=False, **kept)
         return [
             LedgerTerm(f"drafter weights, {precision.name}", drafter.weight_bytes(precision), matrices, MOMENTS),
             LedgerTerm(f"draft head, {precision.name}", drafter.head_bytes(precision), "Vd rows of H", MOMENTS),
             LedgerTerm("drafter cache, full", held.cache, _COUNTED, self.kept),
-            LedgerTerm("drafter prefill activations", drafter.run.count(chunk, settings.context, **sizes).activations,
+            LedgerTerm("drafter prefill activations",
+                       self._drafter_forward(drafter, chunk, settings.context, grows=True),
                        _COUNTED, (DRAFTER_PREFILL,)),
             LedgerTerm("drafter update activations", self._update(drafter), _COUNTED, (UPDATE,)),
             LedgerTerm("draft activations", self._step(drafter), _COUNTED, (DRAFT,)),
@@ -266,9 +265,11 @@ class _Ledger:
         settings = self.settings
         return self._drafter_forward(drafter, settings.shape.top_k, settings.drafter_capacity, verifies=True)
 
-    def _drafter_forward(self, drafter: DrafterFacts, tokens: int, slots: int, **how: Any) -> int:
+    def _drafter_forward(
+        self, drafter: DrafterFacts, tokens: int, slots: int, *, verifies: bool = False, grows: bool = False
+    ) -> int:
         sizes: dict[str, Any] = {"capacity": self.settings.drafter_capacity, "block": self.chunk, "batch": self.batch}
-        return drafter.run.count(tokens, slots, grows=False, **sizes, **how).activations
+        return drafter.run.count(tokens, slots, verifies=verifies, grows=grows, **sizes).activations
 
     def _drafter_workspaces(self, drafter: DrafterFacts, precision: Quantization) -> list[LedgerTerm]:
         """What a product with a packed matrix takes. The head sees the last token of a prompt or of a round only."""
@@ -337,7 +338,7 @@ class _Ledger:
 HOPPER = (9, 0)
 RECORDINGS_FORMULA = (
     "pool: max(verify, accept, update, draft), and states handed out; of each length (256, 512 ... slots) inputs and "
-    "outputs: (2N + 1) * B * (V*b + hidden states) + B*V * (4 * (3K+1) + 2) + B*Vd * (2b + 2 * max(4, k*b)), and what "
+    "outputs: (2N + 1) * B * (V*b + hidden states) + B*V * (4 * (3K+1) + 2) + 2b * B * (H + (1+k) * Vd), and what "
     "is recorded of states, and one set; cuBLAS: 8 or 32 MiB"
 )
 

@@ -84,8 +84,8 @@ class TargetBinding:
         self._require_head()
         if config is not None:
             self._require_fit(config)
-        self.vocabulary = self.vocabulary_sizes().logits
         self.sizes_attached = self.vocabulary_sizes()
+        self.vocabulary = self.sizes_attached.logits
         self.aux_layers = () if config is None else config.resolve_aux_layers(len(self.layers))
         self.compute_dtype: torch.dtype = self.model.dtype
         self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
