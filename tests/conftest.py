@@ -105,7 +105,7 @@ def _family(item: pytest.Item) -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None, None]:
-    """No test sees what was measured on this machine before, and none leaves anything behind."""
+    """No test sees graphs that were kept on this machine before, and none leaves anything behind."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("eagle31-cache")))
         yield

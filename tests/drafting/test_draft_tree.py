@@ -179,9 +179,9 @@ def parents_of_all(growth: TreeGrowth) -> Tensor:
     return growth.parents_of(torch.arange(growth.num_candidates).expand(len(growth.draft_ids[0]), -1))
 
 
-@given(seeds, st.integers(1, 4), st.integers(0, 3))
+@given(st.integers(1, 4), st.integers(0, 3))
 @settings(max_examples=40, deadline=None)
-def test_equal_scores_keep_every_ancestor(seed: int, top_k: int, expansions: int) -> None:
+def test_equal_scores_keep_every_ancestor(top_k: int, expansions: int) -> None:
     """All candidates tie: any choice is a best one, but only keeping low numbers first keeps parents."""
     growth = TreeGrowth.start(torch.zeros(2, VOCAB), top_k)
     for _ in range(expansions):

@@ -413,12 +413,14 @@ def test_graphs_read_the_weights_as_they_are_now(warmed: Eagle31Drafter, acceler
     drafter = make_pair(target)
     up, head = target.model.layers[1].mlp.up_proj.weight, target.lm_head.weight
     changes = (lambda: None, lambda: up.mul_(-1.5), lambda: head.mul_(-1.5), lambda: head.data[7].fill_(1.0))
+    texts: list[str] = []
     with configured(drafter, acceleration=acceleration):
         for change in changes:
             with torch.no_grad():
                 change()
-            assert_plain(drafter, target=target)
+            texts.append(str(assert_plain(drafter, target=target)))
             assert "advance" in kinds(drafter)
+    assert len({*texts[:3]}) == 3, "or a stale graph would not be noticed"
 
 
 # --- what cannot be kept ----------------------------------------------------------------------------------------------

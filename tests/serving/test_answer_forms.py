@@ -92,8 +92,6 @@ FORMS: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 AMONG_TEXT = set(FORMS) - {"JSON alone", "gpt-oss (harmony)"}
 ONE_CALL = {"Llama 3 JSON"}
-ENDED_BY_MARKS = {*ONE_CALL, "GLM XML", "MiniMax XML", "LFM2 (Python)", "Mistral JSON", "JSON alone"}
-"""Also by those within strings."""
 
 
 def tokenizer_of(name: str) -> Any:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagle31_hf import NoDrafter
@@ -106,6 +107,9 @@ def test_log_probabilities_are_the_targets_own(client, pair):
         assert len(each.top_logprobs) == 3
         assert each.logprob == pytest.approx(max(other.logprob for other in each.top_logprobs))
         assert each.logprob <= 0
+    logits = pair.target(torch.tensor([encode_chat(pair.tokenizer, MESSAGES)])).logits[0, -1]
+    wanted = logits.detach().float().log_softmax(-1).max().item()
+    assert told.logprobs.content[0].logprob == pytest.approx(wanted, abs=1e-4)
     legacy = client.completions.create(model=MODEL, prompt="A shop", temperature=0, max_tokens=4, logprobs=2)
     assert len(legacy.choices[0].logprobs.token_logprobs) == 4
     assert len(legacy.choices[0].logprobs.top_logprobs[0]) == 2

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
+from eagle31_hf.serving import bodies
 from eagle31_hf.texts.chats import encode_chat
 from eagle31_hf.texts.rows import Conversation, conversation_from_row
 from eagle31_hf.training.data import (
@@ -163,7 +164,6 @@ def test_all_is_learned_but_turns_of_weight_0(templated: Any) -> None:
 
 @with_template("tools")
 def test_a_rows_tokens_are_those_that_serving_sends(templated: Any) -> None:
-    bodies = pytest.importorskip("eagle31_hf.serving.bodies")
     body = bodies.parse(bodies.ChatBody, {**TOOL_ROW, "model": "m", "messages": TOOL_ROW["messages"][:3]})
     sent = encode_chat(templated, body.for_template, tools=body.offered, **body.chat_template_kwargs)
     ((ids, mask),) = render_turns(templated, row(**TOOL_ROW))
