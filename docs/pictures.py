@@ -1,4 +1,4 @@
-"""Pictures on the pages, from plans, from records and of how it works: `make figures` draws them.
+"""Pictures on the pages, from plans and of how it works: `make figures` draws them.
 
 A test draws them anew. They are SVG on a white card, since pages may be dark, and as wide as a page, so that letters
 are as large as its own. Numbers and names are written beside what they belong to: hardly
@@ -7,19 +7,17 @@ anybody has to tell colours apart.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.cards import GIB
 from eagle31_hf.memory.plan import PARTS, part_bytes
 
 ROOT = Path(__file__).parents[1]
-RECORDS, IMAGES = ROOT / "docs" / "records", ROOT / "docs" / "images"
+IMAGES = ROOT / "docs" / "images"
 
 WIDTH, MARGIN, SIZE, LETTER = 760, 16, 14, 7.2
 """Of a page, at its borders, of letters, and of one in most fonts."""
@@ -80,13 +78,6 @@ class Drawing:
         at = f'x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"'
         self.parts.append(f'<line {at} stroke="{RULE}" stroke-width="1.5" marker-end="url(#tip)"/>')
 
-    def line(self, points: Sequence[tuple[float, float]], ink: str = RULE, *, dashed: bool = False) -> None:
-        """Through all points `(x, y)`."""
-        dashes = ' stroke-dasharray="5 4"' if dashed else ""
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        width = 1 if ink == RULE else 2
-        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{ink}" stroke-width="{width}"{dashes}/>')
-
     def legend(self, y: float, entries: Iterable[tuple[str, str]]) -> None:
         """A box of each colour with its name, side by side."""
         x = float(MARGIN)
@@ -106,10 +97,6 @@ class Drawing:
             "</svg>",
         ]
         return "\n".join(lines) + "\n"
-
-
-def record(name: str) -> Any:
-    return json.loads((RECORDS / name).read_text(encoding="utf-8"))
 
 
 # --- what fills a card ------------------------------------------------------------------------------------------------
@@ -146,45 +133,6 @@ def cards() -> str:
         told = [f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in shares.items() if num_bytes]
         drawing.text(MARGIN, top + 68, ", ".join(told))
     drawing.legend(374, COLOURS.items())
-    return drawing.svg()
-
-
-# --- what drafts bring, by kind of text -------------------------------------------------------------------------------
-
-KINDS = {
-    "domain": "dialogues, as trained",
-    "other": "questions (MT-bench)",
-    "code": "code (HumanEval)",
-    "copy": "problems to be repeated",
-}
-WAYS = (
-    ("greedy", 0.0, "default", BLUE),
-    ("temperature 1", 1.0, "default", GREEN),
-    ("greedy, drafter untrained", 0.0, "random drafter", ORANGE),
-    ("temperature 1, drafter untrained", 1.0, "random drafter", GREY),
-)
-"""Name, temperature, way of the record and colour of each bar of a kind."""
-
-
-def kinds() -> str:
-    """Bars from the left, one for each way and kind, with the interval over texts and a line where drafts change
-    nothing."""
-    rows: Mapping[tuple[str, float], Any] = {
-        (each["kind"], each["temperature"]): {way["way"]: way["over_plain"] for way in each["ways"]}
-        for each in record("adaptive-graphs-smollm2.json")["kinds"]
-    }
-    drawing, left, scale = Drawing("Speed with drafts over speed without, by kind of text", 458), 226.0, 160.0
-    drawing.line([(left + scale, 12), (left + scale, 400)], dashed=True)
-    for block, (kind, name) in enumerate(KINDS.items()):
-        top = 16 + 97 * block
-        drawing.text(left - 10, top + 46, name, anchor="end", bold=True)
-        for row, (_, temperature, way, colour) in enumerate(WAYS):
-            found, y = rows[kind, temperature][way], top + 21 * row
-            drawing.box(left, y, found["ratio"] * scale, 17, colour)
-            drawing.line([(left + found["low"] * scale, y + 8.5), (left + found["high"] * scale, y + 8.5)])
-            drawing.text(left + found["high"] * scale + 8, y + 13.5, f"{found['ratio']:.2f}×")
-    drawing.text(left + scale, 416, "as fast as without", anchor="middle")
-    drawing.legend(430, ((name, colour) for name, *_, colour in WAYS))
     return drawing.svg()
 
 
@@ -279,7 +227,6 @@ PICTURES = {
     "drafter.svg": drafter,
     "tree.svg": tree,
     "memory-cards.svg": cards,
-    "speedup-by-kind.svg": kinds,
 }
 
 
