@@ -22,8 +22,8 @@ IMAGES = ROOT / "docs" / "images"
 WIDTH, MARGIN, SIZE, LETTER = 760, 16, 14, 7.2
 """Of a page, at its borders, of letters, and of one in most fonts."""
 INK, RULE, PAPER = "#111111", "#555555", "#ffffff"
-BLUE, ORANGE, GREEN, PURPLE, RED, GREY, PALE = (
-    "#8fb8ea", "#f5b95c", "#8fd08a", "#c5a7e8", "#ee9c9c", "#b9b9b9", "#e6e6e6",
+BLUE, ORANGE, GREEN, PURPLE, RED, GREY = (
+    "#8fb8ea", "#f5b95c", "#8fd08a", "#c5a7e8", "#ee9c9c", "#b9b9b9",
 )  # fmt: skip
 
 
