@@ -26,6 +26,8 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.stock import CACHE_ARGUMENT, refill_stock_layers
+from eagle31_hf.drafter.dynamic import grow_tree
+from eagle31_hf.drafter.session import DraftState
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.drafting.shape import DraftShape
@@ -169,6 +171,14 @@ def wrapped_rounds(wrap: Callable[[Round], RoundWrapper]) -> Iterator[None]:
     make = decoder.Round
     with mock.patch.object(decoder, "Round", lambda *made_of: wrap(make(*made_of))):
         yield
+
+
+def grown_tree(logits: Sequence[Tensor], top_k: int, size: int, draft_to_target: Tensor | None = None) -> DraftTree:
+    """The tree below roots 99 that is grown from logits `(B, 1, V)` of the root, then `(B, k, V)` of each level."""
+    first, *others = (DraftState(each, torch.zeros(*each.shape[:2], 1)) for each in logits)
+    steps, roots = iter(others), torch.full((len(first.logits),), 99)
+    shape = DraftShape(len(logits), top_k=top_k, size=size)
+    return grow_tree(first, lambda *args, **kwargs: next(steps), draft_to_target, roots, shape)
 
 
 # --- drafts that are right for a while --------------------------------------------------------------------------------

@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eagle31_hf.drafter.dynamic import TreeGrowth
+from eagle31_hf.drafter.dynamic import grow_tree
+from eagle31_hf.drafter.session import DraftState
 from eagle31_hf.drafting.draft_tree import DraftTree, ancestors_from_parents, chain_ancestors
-from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.drafting.shape import DraftShape
+from helpers import grown_tree
 
 VOCAB = 7
 seeds = st.integers(0, 2**31)
 
 
-def grow(seed: int, *, rows: int = 2, top_k: int = 3, expansions: int = 2, tied: bool = False) -> TreeGrowth:
-    """Random candidates; `tied` draws log-probabilities from {0, -1}, so a child often scores what its parent does."""
+def logits_of(seed: int, *, rows: int = 2, top_k: int = 3, depth: int = 3, certain: bool = False) -> list[Tensor]:
+    """Of the root and of each further level's nodes; `certain` of one token each, so that it scores what its parent
+    does."""
     generator = torch.Generator().manual_seed(seed)
-
-    def logprobs(*shape: int) -> Tensor:
-        if tied:
-            return -torch.randint(0, 2, shape, generator=generator).float()
-        return torch.randn(shape, generator=generator).log_softmax(-1)
-
-    growth = TreeGrowth.start(logprobs(rows, VOCAB), top_k)
-    for _ in range(expansions):
-        growth = growth.expand(growth.frontier(), logprobs(rows, top_k, VOCAB))
-    return growth
+    nodes = [1] + [top_k] * (depth - 1)
+    return [torch.randn(rows, n, VOCAB, generator=generator) * (1e4 if certain else 1) for n in nodes]
 
 
-growths = st.builds(
-    grow, seeds, rows=st.integers(1, 3), top_k=st.integers(1, 4), expansions=st.integers(0, 3), tied=st.booleans()
-)
+def random_tree(seed: int, *, top_k: int = 3, size: int = 8, **how: Any) -> DraftTree:
+    return grown_tree(logits_of(seed, top_k=top_k, **how), top_k, size)
 
 
-def pruned(growth: TreeGrowth, size: int) -> DraftTree:
-    rows = growth.frontier().draft_ids.shape[0]
-    return growth.prune(torch.full((rows,), 99), min(size, growth.num_candidates + 1))
+trees = st.builds(
+    random_tree, seeds, rows=st.integers(1, 3), top_k=st.integers(1, 4), depth=st.integers(1, 4),
+    size=st.integers(2, 25), certain=st.booleans(),
+)  # fmt: skip
 
 
 def above(parents: list[int], node: int) -> list[int]:
@@ -65,16 +62,15 @@ def assert_consistent(tree: DraftTree) -> None:
 # --- any tree ---------------------------------------------------------------------------------------------------------
 
 
-@given(growths, st.integers(1, 25))
+@given(trees)
 @settings(max_examples=60, deadline=None)
-def test_pruned_trees_are_consistent(growth: TreeGrowth, size: int) -> None:
-    assert_consistent(pruned(growth, size))
+def test_grown_trees_are_consistent(tree: DraftTree) -> None:
+    assert_consistent(tree)
 
 
-@given(growths, st.integers(1, 25), seeds)
+@given(trees, seeds)
 @settings(max_examples=60, deadline=None)
-def test_path_to_any_node(growth: TreeGrowth, size: int, seed: int) -> None:
-    tree = pruned(growth, size)
+def test_path_to_any_node(tree: DraftTree, seed: int) -> None:
     nodes = torch.randint(0, tree.size, tree.tokens.shape[:1], generator=torch.Generator().manual_seed(seed))
     path, count = tree.path_to(nodes)
     assert path.shape == (len(nodes), tree.max_depth + 1)
@@ -156,70 +152,47 @@ def reference_tree(level_logprobs: list[Tensor], top_k: int, size: int) -> tuple
     return [tokens[c] for c in kept], [number[parents[c]] for c in kept]
 
 
-@given(seeds, st.integers(1, 4), st.integers(0, 3), st.integers(1, 30))
+@given(seeds, st.integers(1, 4), st.integers(1, 4), st.integers(2, 30))
 @settings(max_examples=60, deadline=None)
-def test_dynamic_tree_equals_the_reference_algorithm(seed: int, top_k: int, expansions: int, size: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logprobs = [torch.randn(VOCAB, generator=generator, dtype=torch.float64).log_softmax(-1)]
-    for _ in range(expansions):
-        logprobs.append(torch.randn(top_k, VOCAB, generator=generator, dtype=torch.float64).log_softmax(-1))
-    growth = TreeGrowth.start(logprobs[0][None], top_k)
-    for level in logprobs[1:]:
-        growth = growth.expand(growth.frontier(), level[None])
-    size = min(size, growth.num_candidates + 1)
-
-    draft_to_target = 100 + torch.arange(VOCAB)
-    tree = growth.prune(torch.tensor([55]), size, draft_to_target)
-    tokens, parents = reference_tree(logprobs, top_k, size)
-    assert tree.tokens[0].tolist() == [55] + [100 + token for token in tokens]
+def test_a_tree_equals_the_reference_algorithms(seed: int, top_k: int, depth: int, size: int) -> None:
+    logits = logits_of(seed, rows=1, top_k=top_k, depth=depth)
+    tree = grown_tree(logits, top_k, size, 100 + torch.arange(VOCAB))
+    first, *others = (each[0].log_softmax(-1) for each in logits)
+    tokens, parents = reference_tree([first[0], *others], top_k, tree.size)
+    assert tree.tokens[0].tolist() == [99] + [100 + token for token in tokens]
     assert tree.parents[0].tolist() == [0, *parents]
+    assert tree.size == DraftShape(depth, top_k=top_k, size=size).nodes
 
 
-def parents_of_all(growth: TreeGrowth) -> Tensor:
-    return growth.parents_of(torch.arange(growth.num_candidates).expand(len(growth.draft_ids[0]), -1))
+@pytest.mark.parametrize("size", range(2, 6))
+def test_of_equal_scores_the_parents_is_kept_first(size: int) -> None:
+    tree = random_tree(0, top_k=3, depth=4, size=size, certain=True)
+    assert tree.parents.tolist() == [[0, *range(size - 1)]] * 2
 
 
-@given(st.integers(1, 4), st.integers(0, 3))
-@settings(max_examples=40, deadline=None)
-def test_equal_scores_keep_every_ancestor(top_k: int, expansions: int) -> None:
-    """All candidates tie: any choice is a best one, but only keeping low numbers first keeps parents."""
-    growth = TreeGrowth.start(torch.zeros(2, VOCAB), top_k)
-    for _ in range(expansions):
-        growth = growth.expand(growth.frontier(), torch.zeros(2, top_k, VOCAB))
-    parent_of = [0, *(parents_of_all(growth)[0] + 1).tolist()]  # the root is node 0
-    for size in range(1, growth.num_candidates + 2):
-        tree = growth.prune(torch.zeros(2, dtype=torch.long), size)
-        assert tree.parents[0].tolist() == parent_of[:size]
-        assert_consistent(tree)
+def test_a_step_reads_what_its_parent_fed_back_and_sees_its_ancestors_alone() -> None:
+    rows, top_k, above = 2, 3, {}  # by row and number of a step's node, the numbers of those it is below
 
+    def step(tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor) -> DraftState:
+        for row in range(rows):
+            for i in range(top_k):
+                parent = int(feedback[row, i])
+                above[row, after + i] = [after + i, *(above[row, parent] if depth else [])]
+                assert ancestors[row, i].nonzero().flatten().tolist() == sorted(above[row, after + i])
+                chosen = scores[-1][row, parent - after + top_k if depth else 0].topk(top_k).indices
+                assert tokens[row, i] in chosen
+        scores.append(torch.randn(rows, top_k, VOCAB, generator=generator))
+        numbers = (after + torch.arange(top_k)).float().expand(rows, -1)
+        return DraftState(scores[-1], numbers[..., None])
 
-def test_frontier_rows_lead_back_to_their_parents() -> None:
-    top_k, expansions = 3, 3
-    growth = TreeGrowth.start(torch.randn(2, VOCAB).log_softmax(-1), top_k)
-    history = [growth.frontier()]
-    for _ in range(expansions):
-        growth = growth.expand(growth.frontier(), torch.randn(2, top_k, VOCAB).log_softmax(-1))
-        history.append(growth.frontier())
-    nodes = [frontier.numbers + 1 for frontier in history]  # the root is node 0
-    parents = torch.nn.functional.pad(parents_of_all(growth) + 1, (1, 0))
-    ids = torch.nn.functional.pad(torch.cat(growth.draft_ids, dim=1), (1, 0))
-    for before, here, frontier in zip(nodes, nodes[1:], history[1:], strict=False):
-        assert torch.equal(parents.gather(1, here), before.gather(1, frontier.parent_rows))
-        assert torch.equal(ids.gather(1, here), frontier.draft_ids)
-    forwarded = torch.cat(nodes, dim=1)
-    for row in range(2):
-        for i, node in enumerate(nodes[-1][row].tolist()):
-            seen = forwarded[row][history[-1].ancestors[row, i]].tolist()
-            assert sorted(seen) == sorted(above(parents[row].tolist(), node)[:-1])
-
-
-@pytest.mark.parametrize("size", [0, 14])
-def test_prune_refuses_a_size_it_cannot_fill(size: int) -> None:
-    with pytest.raises(ConfigurationError, match=rf"size is {size}, .* 12 candidates; wanted 1\.\.13"):
-        grow(0, top_k=3, expansions=1).prune(torch.zeros(2, dtype=torch.long), size)
+    generator = torch.Generator().manual_seed(1)
+    scores = [torch.randn(rows, 1, VOCAB, generator=generator)]
+    root = DraftState(scores[0], torch.zeros(rows, 1, 1))
+    grow_tree(root, step, None, torch.zeros(rows, dtype=torch.long), DraftShape(4, top_k=top_k, size=9))
+    assert len(scores) == 4
 
 
 def test_width_one_grows_a_chain() -> None:
-    tree = pruned(grow(1, top_k=1, expansions=3), 5)
+    tree = random_tree(1, top_k=1, depth=4)
     assert tree.is_chain
     assert tree.parents[0].tolist() == [0, 0, 1, 2, 3]

@@ -10,7 +10,6 @@ from scipy import stats
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle31_hf.drafter.dynamic import TreeGrowth
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.shape import noise_bytes
 from eagle31_hf.sampling.acceptance import accept_chosen
@@ -24,7 +23,7 @@ from eagle31_hf.sampling.draw import (
     why_noise_is_unknown,
 )
 from eagle31_hf.training.objectives import agreement
-from helpers import seeded
+from helpers import grown_tree, seeded
 
 CPU = torch.device("cpu")
 
@@ -173,8 +172,7 @@ class HostSyncs(TorchDispatchMode):
 
 
 def test_nothing_waits_for_the_device() -> None:
-    growth = TreeGrowth.start(torch.randn(3, 9).log_softmax(-1), 3)
-    tree = growth.expand(growth.frontier(), torch.randn(3, 3, 9).log_softmax(-1)).prune(torch.zeros(3).long(), 8)
+    tree = grown_tree([torch.randn(3, 1, 9), torch.randn(3, 3, 9)], top_k=3, size=8)
     noise = PositionNoise(3, 9, CPU)
     with HostSyncs() as syncs, seeded(0):
         for drafts in (tree, DraftTree.chain(torch.zeros(3, 5, dtype=torch.long))):

@@ -5,138 +5,101 @@ Nothing here waits for the device, so a tree can be grown in a graph. `k` is top
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..drafting.draft_tree import DraftTree, ancestors_from_parents
-from ..errors import ConfigurationError
+from ..drafting.draft_tree import DraftTree, ancestors_from_parents, to_target_ids
+from ..drafting.shape import DraftShape
+from .propose import BARE_CHOICE, DraftChoice
+from .session import DraftState
 
 
-@dataclass(frozen=True)
-class Frontier:
-    """The `k` nodes the drafter expands next.
+def grow_tree(
+    state: DraftState,
+    step: Callable[..., DraftState],
+    draft_to_target: Tensor | None,
+    roots: Tensor,
+    shape: DraftShape,
+    choice: DraftChoice = BARE_CHOICE,
+) -> DraftTree:
+    """The candidates of highest cumulative probability, as EAGLE-3's `topK_genrate` finds them.
 
-    Attributes:
-        draft_ids: `(B, k)` their tokens, ids of the draft vocabulary.
-        scores: `(B, k)` cumulative log-probabilities.
-        parent_rows: `(B, k)` their parents' rows in the frontier before; gather feedback hidden states by it
-            (all 0 at level 1, whose only parent is the root).
-        numbers: `(B, k)` their candidate numbers.
-        ancestors: `(B, k, levels * k)` bool; which rows forwarded so far, this frontier's included, each may see.
+    Level 1 holds the root's best `k` tokens; each further one the best `k` children of the `k` best nodes of the level
+    before. Candidates are numbered in that order from 0 and the root is -1, so parents precede children; scores are
+    sums of log-probabilities, so they never rise along a path. Left out of the reference: its unused score threshold.
+
+    Args:
+        state: of the root.
+        step: takes what `DraftSession.step` does.
+        draft_to_target: target ids of a reduced draft vocabulary.
+        roots: `(B,)` the last token of each row.
+        shape: levels, nodes expanded per level and children tried per node, nodes kept.
+        choice: how tokens are chosen; its scores must keep to the draft vocabulary.
     """
+    top_k = shape.top_k
+    draft_ids: list[Tensor] = []  # of the candidates of each level, (B, k), then (B, k * k)
+    scores: list[Tensor] = []
+    expanded: list[Tensor] = []  # numbers of the nodes each level hangs below, (B, 1), then (B, k)
+    numbers = torch.full_like(roots[:, None], -1)
+    above = torch.zeros_like(numbers, dtype=torch.float32)  # scores of the same nodes
+    seen: Tensor | None = None  # (B, k, levels * k); which nodes stepped over so far each of them may see
+    own = torch.eye(top_k, dtype=torch.bool, device=roots.device).expand(len(roots), -1, -1)
+    for level in range(shape.depth):
+        logprobs, tokens = _logprobs(state, choice, draft_to_target, level).topk(top_k, dim=-1)  # (B, n, k)
+        first = sum(each.shape[1] for each in scores)  # number of the level's first candidate
+        draft_ids.append(tokens.flatten(1))
+        scores.append((above[:, :, None] + logprobs).flatten(1))
+        expanded.append(numbers)
+        if level + 1 == shape.depth:
+            break
+        above, best = scores[-1].topk(top_k, dim=1)  # (B, k)
+        numbers, parent_rows = first + best, best // top_k
+        if seen is not None:
+            seen = seen.gather(1, parent_rows[..., None].expand_as(seen))
+        seen = own if seen is None else torch.cat([seen, own], dim=2)
+        state = step(
+            to_target_ids(draft_ids[-1].gather(1, best), draft_to_target),
+            state.feedback.gather(1, parent_rows[..., None].expand(-1, -1, state.feedback.shape[-1])),
+            after=level * top_k,
+            depth=level,
+            ancestors=seen,
+        )
+    kept = _best(torch.cat(scores, dim=1), shape.nodes - 1)
+    tokens = to_target_ids(torch.cat(draft_ids, dim=1).gather(1, kept), draft_to_target)
+    parents = _places(torch.cat(expanded, dim=1).gather(1, kept // top_k), kept)
+    ancestors = ancestors_from_parents(parents, shape.depth)
+    return DraftTree(
+        tokens=torch.cat([roots[:, None], tokens], dim=1),
+        parents=parents,
+        depths=ancestors.sum(2) - 1,
+        ancestors=ancestors,
+        max_depth=min(shape.depth, shape.nodes - 1),
+        max_children=min(top_k, shape.nodes - 1),
+    )
 
-    draft_ids: Tensor
-    scores: Tensor
-    parent_rows: Tensor
-    numbers: Tensor
-    ancestors: Tensor
 
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Numbers `(B, count)` of the candidates of highest score, ascending, every one with its ancestors.
 
-@dataclass(frozen=True)
-class TreeGrowth:
-    """Candidates of a dynamic tree while it grows (EAGLE-2 §4.1; EAGLE-3 `topK_genrate`).
-
-    Level 1 holds the root's best `k` tokens; each expansion adds the best `k` children of the `k` frontier nodes,
-    `k * k` candidates, of which the best `k` become the next frontier. Candidates are numbered in that order from 0 and
-    the root is -1, so parents precede children; scores are sums of log-probabilities, so they never rise along a path.
-    Left out of the reference: its unused score threshold.
-
-    Attributes:
-        draft_ids, scores: one `(B, k)` or `(B, k * k)` tensor per level.
-        expanded: candidate numbers of the nodes each level hangs below, `(B, 1)`, then `(B, k)`; each has `k` children.
-        below: the frontier the last level hangs below; `None`: the root.
+    Equal scores (a child the drafter is certain of scores what its parent does) are broken by candidate number: a
+    parent has the smaller one, so it is always kept first.
     """
+    by_score = scores.sort(dim=1, descending=True, stable=True).indices
+    return by_score[:, :count].sort(dim=1).values
 
-    draft_ids: tuple[Tensor, ...]
-    scores: tuple[Tensor, ...]
-    expanded: tuple[Tensor, ...]
-    below: Frontier | None = None
 
-    @classmethod
-    def start(cls, logprobs: Tensor, top_k: int) -> TreeGrowth:
-        """Level 1 from the drafter's log-probabilities after the root, `(B, Vd)` float32."""
-        scores, draft_ids = logprobs.topk(top_k, dim=-1)  # (B, k)
-        return cls((draft_ids,), (scores,), (torch.full_like(draft_ids[:, :1], -1),))
+def _places(parents: Tensor, kept: Tensor) -> Tensor:
+    """Places `(B, N)` of these parents of the kept nodes among them, the root's first: so many come up to each."""
+    return torch.nn.functional.pad(torch.searchsorted(kept, parents, right=True), (1, 0))
 
-    @property
-    def top_k(self) -> int:
-        return self.draft_ids[0].shape[1]
 
-    @property
-    def num_candidates(self) -> int:
-        """Candidates so far, root not counted."""
-        return sum(level.shape[1] for level in self.draft_ids)
-
-    def frontier(self) -> Frontier:
-        """What to forward next: the best of the last level. Not made unless asked for: a last level has no next."""
-        draft_ids, scores, below = self.draft_ids[-1], self.scores[-1], self.below
-        batch, top_k = len(draft_ids), self.top_k
-        if below is None:
-            numbers = torch.arange(top_k, device=draft_ids.device).expand(batch, -1)
-            own = torch.eye(top_k, dtype=torch.bool, device=draft_ids.device).expand(batch, -1, -1)
-            return Frontier(draft_ids, scores, torch.zeros_like(draft_ids), numbers, own)
-        best_scores, best = scores.topk(top_k, dim=1)  # (B, k)
-        rows = best // top_k
-        seen = below.ancestors.gather(1, rows[:, :, None].expand_as(below.ancestors))
-        own = below.ancestors[:, :, -top_k:]  # an identity: a node sees itself, not its neighbours
-        return Frontier(
-            draft_ids=draft_ids.gather(1, best),
-            scores=best_scores,
-            parent_rows=rows,
-            numbers=best + (self.num_candidates - draft_ids.shape[1]),
-            ancestors=torch.cat([seen, own], dim=2),
-        )
-
-    def expand(self, parent: Frontier, logprobs: Tensor) -> TreeGrowth:
-        """Add one level below this `frontier()` from its log-probabilities, `(B, k, Vd)` float32."""
-        logp, children = logprobs.topk(self.top_k, dim=-1)  # (B, k, k)
-        scores = (parent.scores[:, :, None] + logp).flatten(1)  # (B, k*k)
-        draft_ids = children.flatten(1)
-        expanded = (*self.expanded, parent.numbers)
-        return TreeGrowth((*self.draft_ids, draft_ids), (*self.scores, scores), expanded, parent)
-
-    def parents_of(self, candidates: Tensor) -> Tensor:
-        """Candidate numbers of the parents of candidates `(B, n)`."""
-        return torch.cat(self.expanded, dim=1).gather(1, candidates // self.top_k)
-
-    def prune(self, root_tokens: Tensor, size: int, draft_to_target: Tensor | None = None) -> DraftTree:
-        """Keep the root and the `size - 1` candidates of highest score, every one with its ancestors.
-
-        Equal scores (a child the drafter is certain of scores what its parent does) are broken by candidate number:
-        a parent has the smaller one, so it is always kept first.
-
-        Args:
-            root_tokens: `(B,)` last accepted token, target ids.
-            size: nodes of the tree, root included.
-            draft_to_target: `(Vd,)` target id of each draft id; `None` if the vocabularies are one.
-
-        Raises:
-            ConfigurationError: there are fewer candidates than `size` asks for.
-        """
-        if not 1 <= size <= self.num_candidates + 1:
-            raise ConfigurationError(
-                f"tree size is {size}, but {len(self.scores)} levels hold the root and {self.num_candidates} "
-                f"candidates; wanted 1..{self.num_candidates + 1}: lower the size, or draft deeper or wider"
-            )
-        by_score = torch.cat(self.scores, dim=1).sort(dim=1, descending=True, stable=True).indices
-        kept = by_score[:, : size - 1].sort(dim=1).values  # (B, N-1), ascending = topological
-
-        draft_ids = torch.cat(self.draft_ids, dim=1).gather(1, kept)
-        tokens = draft_ids if draft_to_target is None else draft_to_target[draft_ids]
-        parents = self._renumber_parents(kept)
-        ancestors = ancestors_from_parents(parents, len(self.scores))
-        return DraftTree(
-            tokens=torch.cat([root_tokens[:, None], tokens], dim=1),
-            parents=parents,
-            depths=ancestors.sum(2) - 1,
-            ancestors=ancestors,
-            max_depth=min(len(self.scores), size - 1),
-            max_children=min(self.top_k, size - 1),
-        )
-
-    def _renumber_parents(self, kept: Tensor) -> Tensor:
-        """Candidate numbers of the kept nodes' parents -> their places among the kept, root first. `(B, N)`."""
-        # How many of them come up to the parent: none up to the root, which is place 0.
-        return torch.nn.functional.pad(torch.searchsorted(kept, self.parents_of(kept), right=True), (1, 0))
+def _logprobs(state: DraftState, choice: DraftChoice, draft_ids: Tensor | None, level: int) -> Tensor:
+    """`(B, T, Vd)` float32 of the tokens after each node of a level, by which a tree is grown."""
+    if choice.is_bare:
+        return state.logits.float().log_softmax(-1)  # quicker on a CPU than with `dtype`
+    batch, nodes, width = state.logits.shape
+    everything = width  # a tree's candidates are counted in ids of the draft vocabulary
+    ranked, _ = choice.rank(state.logits.flatten(0, 1), (), draft_ids, depth=level, at_least=everything)
+    return ranked.float().log_softmax(-1).view(batch, nodes, width)

@@ -1,4 +1,4 @@
-"""What is drafted in a round: a chain, or a tree that follows the drafter's confidence.
+"""What is drafted in a round, token by token: how each is chosen, and chains. Trees: `dynamic`.
 
 The tokens that score best are drafted. For text that is sampled, scores are perturbed by the noise the target's token
 will be chosen by (`sampling.draw`), so the best one is what the drafter would have drawn, and its softmax still says
@@ -18,7 +18,6 @@ from ..drafting.draft_tree import DraftTree, to_target_ids
 from ..drafting.shape import DraftShape
 from ..sampling.draw import argmax, perturbed
 from ..sampling.logits_processing import DraftWarping
-from .dynamic import TreeGrowth
 from .session import DraftState
 
 # Draft logits (B, Vd) and the target ids drafted so far, each (B,), to processed scores (B, Vd) or (B, V).
@@ -155,47 +154,3 @@ def most_probable(scores: Tensor) -> tuple[Tensor, Tensor]:
     """The largest probability of each row of scores `(B, S)`, in float32, and whose it is, `(B,)` each."""
     largest, best = scores.softmax(-1, dtype=torch.float32).max(-1)
     return largest, best
-
-
-def grow_tree(
-    state: DraftState,
-    step: Callable[..., DraftState],
-    draft_to_target: Tensor | None,
-    roots: Tensor,
-    shape: DraftShape,
-    choice: DraftChoice = BARE_CHOICE,
-) -> DraftTree:
-    """Grow a tree by cumulative draft probability and keep its best nodes (EAGLE-2 §4.1).
-
-    Args:
-        state: of the root.
-        step: takes what `DraftSession.step` does.
-        draft_to_target: target ids of a reduced draft vocabulary.
-        roots: `(B,)` the last token of each row.
-        shape: levels, nodes expanded per level and children tried per node, nodes kept.
-        choice: how tokens are chosen; its scores must keep to the draft vocabulary.
-    """
-    top_k = shape.top_k
-    growth = TreeGrowth.start(_logprobs(state, choice, draft_to_target, 0)[:, 0], top_k)
-    for level in range(1, shape.depth):
-        frontier = growth.frontier()
-        feedback = state.feedback.gather(1, frontier.parent_rows[..., None].expand(-1, -1, state.feedback.shape[-1]))
-        state = step(
-            to_target_ids(frontier.draft_ids, draft_to_target),
-            feedback,
-            after=(level - 1) * top_k,
-            depth=level - 1,
-            ancestors=frontier.ancestors,
-        )
-        growth = growth.expand(frontier, _logprobs(state, choice, draft_to_target, level))
-    return growth.prune(roots, shape.nodes, draft_to_target)
-
-
-def _logprobs(state: DraftState, choice: DraftChoice, draft_ids: Tensor | None, level: int) -> Tensor:
-    """`(B, T, Vd)` float32 of the tokens after each node of a level, by which a tree is grown."""
-    if choice.is_bare:
-        return state.logits.float().log_softmax(-1)  # quicker on a CPU than with `dtype`
-    batch, nodes, width = state.logits.shape
-    everything = width  # a tree's candidates are counted in ids of the draft vocabulary
-    ranked, _ = choice.rank(state.logits.flatten(0, 1), (), draft_ids, depth=level, at_least=everything)
-    return ranked.float().log_softmax(-1).view(batch, nodes, width)

@@ -4,8 +4,8 @@ Node 0 is the root, the last token the target has accepted; every other node is 
 smaller number. Verification reads `tokens`, `depths` and `ancestors`; acceptance reads `tokens` and `parents`. Two ways
 to make one:
 
-    DraftTree.chain(tokens)                                       width 1
-    drafter.dynamic.TreeGrowth.start(...).expand(...).prune(...)  by confidence (EAGLE-2, EAGLE-3)
+    DraftTree.chain(tokens)         width 1
+    drafter.dynamic.grow_tree(...)  by confidence (EAGLE-2, EAGLE-3)
 
 Nothing here waits for the device, so all of it can be captured in a CUDA graph. The shapes
 of chains are cached per device: run once before capturing, as for any captured step.

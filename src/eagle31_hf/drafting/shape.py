@@ -102,7 +102,7 @@ def default_tree_size(depth: int, top_k: int) -> int:
 
 
 def num_candidates(depth: int, top_k: int) -> int:
-    """Candidates, root not counted, of a dynamic tree of so many levels (`drafter.dynamic.TreeGrowth`)."""
+    """Candidates, root not counted, of a dynamic tree of so many levels (`drafter.dynamic`)."""
     return top_k + top_k**2 * (depth - 1)
 
 

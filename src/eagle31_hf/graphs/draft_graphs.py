@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..cache.graph_sizes import NODE_BUCKET
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.propose import BARE_CHOICE, DraftChoice, grow_tree
+from ..drafter.dynamic import grow_tree
+from ..drafter.propose import BARE_CHOICE, DraftChoice
 from ..drafter.session import DraftSession, DraftState
 from ..drafting.draft_tree import DraftTree, to_target_ids
 from ..drafting.host_numbers import on_device

@@ -18,7 +18,8 @@ from torch import Tensor
 from ..drafter.assistant import Assistant
 from ..drafter.draft_scores import InGrammar, draft_scores, scores_in_grammars
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.propose import DraftChoice, DraftScores, DraftStepper, grow_tree, propose_chain
+from ..drafter.dynamic import grow_tree
+from ..drafter.propose import DraftChoice, DraftScores, DraftStepper, propose_chain
 from ..drafter.session import absorbed
 from ..drafting.draft_tree import DraftTree
 from ..drafting.host_numbers import on_device
