@@ -6,10 +6,8 @@ from unittest import mock
 from command_line import DRAFTER, TARGET, run
 
 from eagle31_hf.cli import bench as command
-from eagle31_hf.cli import generate
 from eagle31_hf.measure.bench import Writer
 from eagle31_hf.measure.exactness import Kind, Verdict
-from helpers import configured, drafter_of
 
 SHORT = ("--limit", 2, "--new-tokens", 6, "--repeats", 1, "--dtype", "fp32")
 
@@ -59,13 +57,6 @@ def test_a_wrong_text_leaves_with_1_and_no_speedup(tmp_path):
     assert "from token 4 on, not a tie" in " ".join(out.split())
     record = json.loads(path.read_text())
     assert (record["same_text"], record["methods"][-1]["speedup"]) == (False, None)
-
-
-def test_graphs_are_measured_where_they_are_asked_for():
-    pair = mock.Mock(drafter=drafter_of("llama"))
-    for acceleration, has_graphs in (("compile", True), ("eager", False), ("auto", False)):
-        with configured(pair.drafter, acceleration=acceleration):
-            assert generate.has_graphs(pair) is has_graphs
 
 
 def test_a_plot_that_cannot_be_written_is_one_line(tmp_path):

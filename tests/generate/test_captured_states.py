@@ -20,7 +20,7 @@ from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.drafter.assistant import NoDrafter
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.graphs.captured import CapturesSteps
-from eagle31_hf.graphs.steps import GraphKey, Step
+from eagle31_hf.graphs.steps import GraphKey, Step, tensors_in
 from eagle31_hf.graphs.verify import CompiledVerification
 from eagle31_hf.loop.pair import Pair
 from families import recurrent_target
@@ -119,7 +119,7 @@ def test_a_graph_that_spoils_a_state_is_given_up(
 
         def spoiling(*given: Any) -> Any:
             output = made(*given)
-            state = output[-1] if kind == "settle" else output.traces[-1].tensors[0]
+            state = output[-1] if kind == "settle" else next(tensors_in(output.traces[-1]))
             state.mul_(1.5)
             return output
 

@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +36,6 @@ from torch.nn import functional
 from torch.nn.modules import module as modules
 from transformers.models.llama import modeling_llama
 
-from eagle31_hf.cli.generate import has_graphs
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generate import warm_up as warm_up_module
@@ -48,6 +46,7 @@ from eagle31_hf.graphs.ahead import packages
 from eagle31_hf.graphs.ahead.compiler_processes import CompilerProcesses
 from eagle31_hf.graphs.seen import ModelState
 from eagle31_hf.loop.pair import Pair
+from eagle31_hf.measure.bench import BenchSettings, has_graphs
 from helpers import configured
 
 pytestmark = pytest.mark.usefixtures("no_compiler")
@@ -223,12 +222,14 @@ def test_a_text_goes_on_where_compiling_fails(pair: Eagle31Drafter, monkeypatch:
             assert "no C++ compiler" in reason
 
 
-def test_a_command_measures_graphs_where_some_are_kept_and_not_refused(warmed: Eagle31Drafter) -> None:
-    pair: Any = SimpleNamespace(drafter=warmed)
+def test_graphs_are_measured_where_some_are_kept_or_asked_for(warmed: Eagle31Drafter) -> None:
+    greedy, other = BenchSettings(), BenchSettings(temperature=0.3)
+    assert has_graphs(warmed, greedy)
+    assert not has_graphs(warmed, other), "none are kept for it"
     with configured(warmed, acceleration="eager"):
-        assert not has_graphs(pair)
-    with configured(warmed, acceleration="auto"):
-        assert has_graphs(pair)
+        assert not has_graphs(warmed, greedy)
+    with configured(warmed, acceleration="compile"):
+        assert has_graphs(warmed, other)
 
 
 def layer(number: int) -> Any:

@@ -14,8 +14,8 @@ from eagle31_hf import NoDrafter, SpeculationStats
 from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
 from eagle31_hf.generate.warm_up import warm_up
+from eagle31_hf.graphs.steps import GraphKey
 from eagle31_hf.loop import decoder as decoders
-from eagle31_hf.loop.kept_graphs import compiling_ahead
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.text import Sequences
 from eagle31_hf.measure.bench import PLAIN, PLAIN_BY_GRAPHS, Bench, BenchSettings, Method, Task, Writer
@@ -194,7 +194,9 @@ def test_steps_of_fixed_shape_write_the_plain_text(family: str, rows: int, monke
 
 def test_graphs_are_kept_for_a_target_alone(no_compiler: None) -> None:
     """`eagle31 warmup --drafter none`: a later process loads what it left, whatever is drawn."""
-    made = warm_up(NoDrafter(kept_target()), tokens=100)
+    told = list[GraphKey]()
+    made = warm_up(NoDrafter(kept_target()), tokens=100, on_compile=told.append)
+    assert told == made
     assert sorted((key.kind, key.size) for key in made) == [("verify", 1), ("verify", 8)]
     for how in (GREEDY, SAMPLING):
         later = NoDrafter(kept_target())
@@ -202,23 +204,17 @@ def test_graphs_are_kept_for_a_target_alone(no_compiler: None) -> None:
         assert {key.size for key in Pair.of(later).graphs.keys} == {1, 8}
 
 
-def test_who_compiles_ahead_is_told_how_many_graphs_are_made(no_compiler: None) -> None:
-    alone, told = NoDrafter(kept_target()), list[tuple[int, int]]()
-    with compiling_ahead(Pair.of(alone), on_made=lambda made, of: told.append((made, of))) as ahead:
-        ahead.until_compiled(lambda: assert_plain(alone, 1, GREEDY))
-    assert [made for made, _ in told] == [*range(1, len(ahead.made) + 1)]
-    assert told[-1] == (len(ahead.made), len(ahead.made)) > (0, 0)
-
-
-def test_a_benchmark_writes_it_by_graphs(no_compiler: None) -> None:
+def test_a_benchmark_writes_single_texts_by_graphs(no_compiler: None) -> None:
     tasks = [Task(Prompt("one", "random", "random", ()), torch.tensor(random_prompts(1)[0]))]
     methods = (PLAIN, PLAIN_BY_GRAPHS, Method(Writer.LOOKUP, by_graphs=True))
-    bench = Bench(make_pair(), tasks, BenchSettings(methods, new_tokens=12, repeats=1))
+    bench = Bench(make_pair(), tasks, BenchSettings(methods, new_tokens=12, repeats=1, rows=(1, 2)))
     measured = bench.run()
-    assert {call.method for call in measured.calls} == set(methods)
-    assert {verdict.kind for call in measured.calls[1:] for verdict in call.verdicts} == {Kind.SAME}
+    by_graphs = [call for call in measured.calls if call.method.by_graphs]
+    assert [(call.method, call.rows) for call in by_graphs] == [(method, 1) for method in methods[1:]]
+    assert {verdict.kind for call in by_graphs for verdict in call.verdicts} == {Kind.SAME}
+    assert not any(call.stats.fallbacks for call in by_graphs if call.stats is not None)
+    assert [("single rows" in why) for why in measured.left_out.values()] == [True, True]
     assert kinds(bench.alone) == {"verify"}
-    assert bench.alone.stats.fallbacks == []
     assert measured.graphs >= 2
 
 

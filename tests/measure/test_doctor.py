@@ -91,7 +91,7 @@ def test_the_loop_without_drafts_has_graphs_where_the_drafter_has(
 ) -> None:
     """Else a verdict on drafts would be one on graphs: `demo` keeps those of both, for drafts of another length."""
     drafter, seen, run = attached(target), [], Bench.run
-    monkeypatch.setattr(doctor, "_has_graphs", lambda *_: has_graphs)
+    monkeypatch.setattr(doctor, "has_graphs", lambda *_: has_graphs)
     monkeypatch.setattr(Bench, "run", lambda bench: seen.extend(bench.settings.methods) or run(bench))
     both(drafter, prompts[:1], new_tokens=4)
     assert [method.by_graphs for method in seen] == [False, None if has_graphs else False, None]

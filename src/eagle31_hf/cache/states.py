@@ -46,12 +46,6 @@ class BlockTrace(NamedTuple):
     windows: tuple[tuple[StateKey, Tensor], ...]
     recorded: Recorded | None
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All of them, in one order always."""
-        recorded = () if self.recorded is None else self.recorded.inputs
-        return [*(state for _, state in self.after), *(columns for _, columns in self.windows), *recorded]
-
 
 class StateLayer(LinearAttentionLayer):
     """A layer of states alone; see `StatefulLayer` for one that attends, too.

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError, removal
-from ..measure.bench import BenchSettings, Task, all_methods
+from ..measure.bench import BenchSettings, Task, all_methods, has_graphs
 from ..measure.origin import origin
 from ..measure.plots import plot_bench
 from ..measure.results import summarise
 from ..measure.tables import bench_parts
 from ..texts.prompts import embedded_prompts, read_prompts
-from .generate import has_graphs, measure_in_turns
+from .generate import measure_in_turns
 from .options import MORE, JsonOption, command, make_console, option, write_json
 from .pairs import DraftOptions, PairSource, encode, load_pair
 from .terminal import conditions_line
@@ -65,7 +65,6 @@ def bench(
     console = make_console()
     loaded = load_pair(source, drafting, batch=max(rows))
     settings = BenchSettings(
-        all_methods(by_graphs=has_graphs(loaded), with_drafter=source.has_drafter),
         new_tokens=options.new_tokens,
         temperature=options.temperature,
         rows=rows,
@@ -73,8 +72,9 @@ def bench(
         seed=options.seed,
         minutes=options.minutes or None,
     )
+    methods = all_methods(by_graphs=has_graphs(loaded.drafter, settings), with_drafter=source.has_drafter)
     tasks = [Task(prompt, encode(loaded, prompt.opening)["input_ids"][0]) for prompt in prompts]
-    measured = measure_in_turns(console, loaded, tasks, settings)
+    measured = measure_in_turns(console, loaded, tasks, replace(settings, methods=methods))
     result, made_by = summarise(measured), origin(loaded.drafter.binding)
     usual = "the target's own head" if source.target else "the embedded drafter"
     names = {"target": loaded.name, "drafter": source.drafter or usual}

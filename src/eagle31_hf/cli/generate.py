@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import ConfigurationError
-from ..graphs.captured import CAPTURES
-from ..loop.kept_graphs import kept_packages
-from ..loop.pair import Pair
-from ..measure.bench import FEWEST_NEW_TOKENS, Bench, BenchSettings, Measured, Task, pair_methods
+from ..measure.bench import FEWEST_NEW_TOKENS, Bench, BenchSettings, Measured, Task, has_graphs, pair_methods
 from ..measure.origin import origin
 from ..measure.results import summarise
 from ..measure.tables import bench_notes, speed_table
@@ -139,14 +137,6 @@ def _show(pair: LoadedPair, shown: Shown, json_path: Path | None) -> None:
     write_json(json_path, record)
 
 
-def has_graphs(pair: LoadedPair) -> bool:
-    """Whether passes are measured by graphs, too: asked for, captured as they are met, or kept by `eagle31 warmup`."""
-    acceleration = pair.drafter.generation_config.acceleration
-    if acceleration == "auto":
-        return pair.drafter.binding.head_device.type in CAPTURES or kept_packages(Pair.of(pair.drafter)) is not None
-    return acceleration == "compile"
-
-
 def _stream(console: Console, pair: LoadedPair, task: Task, shown: Shown) -> list[Text]:
     """Show a prompt and its answer as it comes; what was shown."""
     console.print()
@@ -177,23 +167,17 @@ def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], 
     minutes = settings.minutes
     measuring = f"measuring for at most {minutes:g} minute{'' if minutes == 1 else 's'}" if minutes else "measuring"
     with progress_bar(console) as advance:
-
-        def on_turn(done: int, of: int) -> None:
-            advance(measuring, done, of)
-
-        def on_made(made: int, of: int) -> None:
-            advance("compiling graphs", made, of)
-
-        return Bench(pair.drafter, tasks, settings, on_turn=on_turn, on_made=on_made).run()
+        return Bench(pair.drafter, tasks, settings, on_turn=partial(advance, measuring)).run()
 
 
 def _measure(console: Console, pair: LoadedPair, tasks: Sequence[Task], shown: Shown) -> dict[str, Any]:
     settings = BenchSettings(
-        pair_methods(by_graphs=shown.compiled or has_graphs(pair)),
         new_tokens=max(shown.new_tokens, FEWEST_NEW_TOKENS),
         temperature=shown.temperature,
         repeats=REPEATS,
     )
+    by_graphs = shown.compiled or has_graphs(pair.drafter, settings)
+    settings = replace(settings, methods=pair_methods(by_graphs=by_graphs))
     console.print()
     measured = measure_in_turns(console, pair, tasks, settings)
     result = summarise(measured)

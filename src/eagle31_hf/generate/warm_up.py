@@ -16,9 +16,10 @@ from ..drafting.plan import DraftPlan, RoundState, RoundStats
 from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
 from ..graphs.captured import CAPTURES
+from ..graphs.graphs import Graphs
 from ..graphs.steps import GraphKey
 from ..loop.decoder import DecodingRequest, SpeculativeDecoder
-from ..loop.kept_graphs import CompilesAhead, compiling_ahead, refusal, why_unsuited
+from ..loop.kept_graphs import compile_ahead, why_unsuited
 from ..loop.pair import Pair, draft_shape
 from ..loop.text import Sequences, StopRules
 from ..sampling.logits_processing import ScoreProcessing, processing_of
@@ -66,22 +67,19 @@ def compile_graphs(
     *,
     sampled: bool,
     tokens: int,
-    on_compile: Callable[[GraphKey], None] = lambda key: None,
+    on_compile: Callable[[GraphKey], None],
 ) -> list[GraphKey]:
     """The same for drafts of this shape and texts of this `processing`, whose tokens are drawn or not."""
 
-    pair = Pair.of(drafter)
-
-    def meet_graphs() -> None:
+    def meet_graphs(graphs: Graphs) -> None:
         for length in prompt_lengths(tokens):
-            _write(drafter, length, shape, processing, maker, sampled=sampled)
+            _write(drafter, length, shape, processing, graphs, sampled=sampled)
 
-    with compiling_ahead(pair, on_compile) as maker, torch.random.fork_rng(devices=[]):
-        maker.until_compiled(meet_graphs)
-        if reason := pair.current_graphs().disabled_reason:
-            raise ConfigurationError(f"{reason}; a C++ compiler is needed (g++), and room in the cache folder")
+    pair = Pair.of(drafter)
+    with torch.random.fork_rng(devices=[]):
+        made = compile_ahead(pair, meet_graphs, on_compile)
     pair.costs.clear()  # beside compilers, and by eager code
-    return maker.made
+    return made
 
 
 def prompt_lengths(tokens: int) -> list[int]:
@@ -94,13 +92,7 @@ def prompt_lengths(tokens: int) -> list[int]:
 
 
 def _write(
-    drafter: Assistant,
-    length: int,
-    shape: DraftShape,
-    processing: ScoreProcessing,
-    maker: CompilesAhead,
-    *,
-    sampled: bool,
+    drafter: Assistant, length: int, shape: DraftShape, processing: ScoreProcessing, graphs: Graphs, *, sampled: bool
 ) -> None:
     """A few rounds of each kind, which draft nothing, what the drafter drafts, and what was there already."""
     binding, rest = drafter.binding, DraftPlan.skip()
@@ -114,7 +106,7 @@ def _write(
         shape=shape,
         policy=InTurn(*plans),
         do_sample=sampled,
-        graphs=Pair.of(drafter).current_graphs().made_by(maker),
+        graphs=graphs,
     )
     with torch.no_grad(), binding.masked_attention():
         decoder = SpeculativeDecoder(drafter, request)
@@ -154,32 +146,34 @@ def warm_up_for(call: Call) -> str:
         Why the text is eager all the same; empty if it is not.
     """
     drafter, processing, sampled = call.drafter, call.processing, bool(call.generation_config.do_sample)
-    pair = Pair.of(drafter)
-    if pair.ahead is not None or drafter.binding.head_device.type in CAPTURES:
+    if drafter.binding.head_device.type in CAPTURES:
         return ""
-    depth = asked_tokens(call.generation_config)
+    pair, depth = Pair.of(drafter), asked_tokens(call.generation_config)
     shape = draft_shape(drafter, rows=call.batch_size, sampled=sampled, depth=depth, by_graphs=True)
     single = "" if call.batch_size == 1 else "graphs for a CPU serve single rows"
     if why := why_unsuited(pair, shape, processing) or single:
         return f"steps are not compiled: {why}"
     sampling, bucket = (sampled, processing.draft_warping.key), graph_sizes.slot_bucket(call.longest_text)
-    wanted = torch.get_num_threads(), shape, sampling, bucket
+    wanted, compiled = (torch.get_num_threads(), shape, sampling, bucket), list[GraphKey]()
+
+    def note(key: GraphKey) -> None:
+        if not compiled:
+            logger.warning("eagle31: graphs that this text lacks are compiled first, for minutes; they are kept")
+        compiled.append(key)
+
     with _one_at_a_time:
-        graphs = pair.current_graphs()
-        if wanted in graphs.warmed:
+        warmed = pair.current_graphs().warmed
+        if wanted in warmed:
             return ""
-        settings = {known for _, _, known, _ in graphs.warmed}
+        settings = {known for _, _, known, _ in warmed}
         if sampling not in settings and len(settings) >= MOST_COMPILED_SETTINGS:
             return (
                 f"steps are not compiled: texts have waited for graphs of {len(settings)} ways to choose tokens, and "
                 "this one's is another; `eagle31 warmup` makes graphs for it"
             )
-        if why := refusal(drafter, graphs):
-            return f"steps are not compiled: {why}"
-        logger.warning("eagle31: what graphs this text lacks are compiled first, which takes minutes; they are kept")
         try:
-            compile_graphs(drafter, shape, processing, sampled=sampled, tokens=call.longest_text)
+            compile_graphs(drafter, shape, processing, sampled=sampled, tokens=call.longest_text, on_compile=note)
         except ConfigurationError as refused:
             return f"steps are not compiled: {refused}"
-        pair.current_graphs().warmed.add(wanted)
+        pair.current_graphs().warmed[wanted] = len(compiled)
     return ""

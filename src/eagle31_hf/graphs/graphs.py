@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..cache.kept_buffers import KeptBuffers
 from ..drafter.assistant import Assistant
 from ..errors import named_line
-from .seen import ModelState, SeenWeights, weights_of
+from .seen import ModelState, SeenWeights
 from .steps import GraphKey, GraphMaker, OtherInputsError, RecordingFailedError, Step, tensors_in
 
 logger = logging.getLogger(__name__)
@@ -40,18 +40,18 @@ class Graphs:
         state: of the target that graphs are made for.
 
     Attributes:
-        copied_bytes: of weights that graphs for a CPU may hold copies of; 0 if they may not.
+        may_pack: whether graphs for a CPU may read packed copies of the weights.
         packed: copies of the weights that kept graphs share (`ahead.packed_weights`).
         maker: makes those that are not there yet; see `made_by`.
         kept: keys and values over which steps were captured, for the next text.
-        warmed: what texts had compiled ahead for them, in this state of the target.
+        warmed: what texts had compiled ahead for them, in this state of the target, and how many graphs that were.
     """
 
     def __init__(self, drafter: Assistant, weights: list[Tensor], state: ModelState):
         num_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in weights}.values())  # some are shared
         are_plain = all(tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) for tensor in weights)
-        self.copied_bytes = num_bytes if are_plain and num_bytes <= PACKED_BYTES else 0
-        self.weights = SeenWeights(weights, by_content=self.copied_bytes > 0)
+        self.may_pack = are_plain and 0 < num_bytes <= PACKED_BYTES
+        self.weights = SeenWeights(weights, by_content=self.may_pack)
         self.state, self._steps, self.warmed = _of_state(state)
         self._of_states = [(self.state, self._steps, self.warmed)]  # the last one used comes last
         self.maker, self.kept = GraphMaker(), KeptBuffers()
@@ -76,24 +76,9 @@ class Graphs:
         view.maker = maker
         return view
 
-    @classmethod
-    def current(cls, drafter: Assistant, before: Graphs | None, state: ModelState | None = None) -> Graphs:
-        """Those of a pair as it is now, since graphs have weights and the target's state built in.
-
-        Args:
-            before: the pair's until now. After weights have changed others take their place; of states of the target
-                `MOST_STATES` have graphs of their own.
-            state: the target's, if it was just looked at.
-        """
-        model = drafter.binding.model
-        weights, state = weights_of(model, drafter), state or ModelState(model)
-        if before is None or not before.weights.are_still(weights):
-            return cls(drafter, weights, state)
-        before._use(state)
-        return before
-
-    def _use(self, state: ModelState) -> None:
-        """Go on with the graphs of this state; texts that are being written keep those they began with."""
+    def use(self, state: ModelState) -> None:
+        """Go on with the graphs of this state of the target; `MOST_STATES` of them have some. Texts that are being
+        written keep those they began with."""
         if self.state == state:
             return
         known = next((each for each in self._of_states if each[0] == state), None) or _of_state(state)
@@ -107,19 +92,12 @@ class Graphs:
         return list(self._steps)
 
     def run_or_eager(
-        self,
-        key: GraphKey,
-        step: Step,
-        inputs: Callable[[], tuple],
-        eager: Callable[[], Any],
-        *,
-        pays: bool,
-        compared: Callable[[Any], Sequence[Tensor]] = lambda outputs: [*tensors_in(outputs[:1])],
+        self, key: GraphKey, step: Step, inputs: Callable[[], tuple], eager: Callable[[], Any], *, pays: bool
     ) -> Any:
         """What the graph of `key` makes of its inputs, or what eager code does where there is no such graph.
 
-        The first call at a key makes the graph (`GraphMaker`), which is checked against the eager outputs; these are
-        then returned.
+        The first call at a key makes the graph (`GraphMaker`), whose numbers are checked against the eager outputs';
+        these are then returned.
 
         Args:
             key: which graph.
@@ -128,14 +106,13 @@ class Graphs:
             eager: the same outputs without a graph; `None` where eager code has no such step in one piece: a new graph
                 is then checked against the step as it stands.
             pays: whether a new graph would.
-            compared: what of the outputs must agree with the eager ones; default: the first.
         """
         graph = self._steps.get(key)
         if self.disabled_reason or not (graph or (pays and self.maker.can_make(key))):
             return eager()
         filled = inputs()
         if graph is None:
-            return self._make(key, step, filled, eager(), compared)
+            return self._make(key, step, filled, eager())
         try:
             return graph(*filled)
         except RecordingFailedError as failure:  # for the caches of another text
@@ -144,15 +121,13 @@ class Graphs:
             pass
         return eager()
 
-    def _make(
-        self, key: GraphKey, step: Step, filled: tuple, outputs: Any, compared: Callable[[Any], Sequence[Tensor]]
-    ) -> Any:
+    def _make(self, key: GraphKey, step: Step, filled: tuple, outputs: Any) -> Any:
         """The eager `outputs`, with which the new graph agrees or is given up."""
         self._make_room(key)
         try:
             outputs = step(*filled) if outputs is None else outputs
             made = self.maker.make(key, step, filled, outputs)
-            _require_agreement(compared(made(*filled)), compared(outputs))
+            _require_agreement(_numbers_in(made(*filled)), _numbers_in(outputs))
             self._steps[key] = made
         except Exception as failure:  # whatever a compiler stumbles over, the text must go on
             self.give_up(failure, self.maker.failure)
@@ -187,12 +162,17 @@ class Graphs:
         logger.warning("eagle31: %s", self.disabled_reason)
 
 
-def _of_state(state: ModelState) -> tuple[ModelState, dict[GraphKey, Step], set[tuple]]:
+def _of_state(state: ModelState) -> tuple[ModelState, dict[GraphKey, Step], dict[tuple, int]]:
     """Of a state of the target: its graphs, and what texts had compiled ahead."""
-    return state, {}, set()
+    return state, {}, {}
 
 
-def _require_agreement(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def _numbers_in(outputs: Any) -> list[Tensor]:
+    """Scores, hidden states and what recurrent states are moved on by; tokens may differ where scores tie."""
+    return [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
+
+
+def _require_agreement(found: list[Tensor], expected: list[Tensor]) -> None:
     """Raise an `ArithmeticError` unless each tensor is what is expected, in its leading corner, up to rounding."""
     if len(found) != len(expected):
         raise ArithmeticError(f"the compiled step gives {len(found)} tensors to compare; wanted {len(expected)}")

@@ -42,10 +42,6 @@ class VerifiedBlock(NamedTuple):
     aux: Tensor | None
     traces: tuple[BlockTrace, ...]
 
-    def decisive(self) -> list[Tensor]:
-        """What later tokens depend on: logits, and what states will be moved on by."""
-        return [self.logits, *(tensor for trace in self.traces for tensor in trace.tensors)]
-
 
 class CompiledVerification:
     """Verification forwards of one generation, compiled where shapes allow; called as `Verification` is.
@@ -86,7 +82,6 @@ class CompiledVerification:
             lambda: self._inputs(tree, nodes, masks_trees),
             lambda: self._eager_block(tree),
             pays=pays,
-            compared=VerifiedBlock.decisive,
         )
         for layer, trace in zip(self.cache.with_states, output.traces, strict=True):
             layer.take_over(trace)
@@ -119,7 +114,6 @@ class CompiledVerification:
             lambda: (last.on(layers[0].placement.device), traces, committed),
             lambda: _moved(last, traces, committed),
             pays=self.inputs.rows_pay,
-            compared=lambda moved: moved,
         )
         states = buffers_of(committed)
         if moved[0] is not states[0]:  # no graph has written them

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
@@ -17,18 +16,13 @@ from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
 from ..graphs.ahead import kept
 from ..graphs.ahead.compiler_processes import CompilerProcesses
-from ..graphs.ahead.kept import CompilesAhead, LoadsKept, refusal
 from ..graphs.ahead.packages import GraphPackages, make_own_folder, prefix_of, why_not_ours
 from ..graphs.captured import CAPTURES, CapturesSteps
 from ..graphs.graphs import Graphs
 from ..graphs.round_graphs import RoundStep
-from ..graphs.seen import ModelState
-from ..graphs.steps import GraphKey, GraphMaker
+from ..graphs.seen import ModelState, weights_of
+from ..graphs.steps import GraphKey
 from ..sampling.logits_processing import ScoreProcessing
-
-__all__ = [
-    "CompilesAhead", "captured_graphs", "compiling_ahead", "graphs_for", "kept_packages", "refusal", "why_unsuited",
-]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -42,12 +36,10 @@ class PairGraphs:
 
     Attributes:
         graphs: those that were last asked for; `None` before, and once memory ran out.
-        ahead: compiles graphs ahead while `compiling_ahead` is open.
     """
 
     def __init__(self, drafter: Assistant) -> None:
         self.graphs: Graphs | None = None
-        self.ahead: GraphMaker | None = None
         self._drafter = weakref.ref(drafter)  # which holds this, by its binding
 
     @property
@@ -58,12 +50,16 @@ class PairGraphs:
         return drafter
 
     def current_graphs(self, state: ModelState | None = None) -> Graphs:
-        """The graphs for the weights, and the target's state, as they are now.
+        """The graphs for the weights, and the target's state, as they are now: both are built into graphs.
 
         Args:
             state: the target's, if it was just looked at.
         """
-        self.graphs = Graphs.current(self.drafter, self.graphs, state)
+        model = self.drafter.binding.model
+        weights, state = weights_of(model, self.drafter), state or ModelState(model)
+        if self.graphs is None or not self.graphs.weights.are_still(weights):
+            self.graphs = Graphs(self.drafter, weights, state)
+        self.graphs.use(state)
         return self.graphs
 
 
@@ -82,8 +78,6 @@ def graphs_for(
     drafter, acceleration = pair.drafter, pair.drafter.generation_config.acceleration
     if acceleration == "eager":
         return None, ""
-    if pair.ahead:
-        return pair.current_graphs().made_by(pair.ahead), ""
     unsuited = why_unsuited(pair, shape, processing)
     if drafter.binding.head_device.type not in CAPTURES:
         graphs = None if unsuited else _kept_graphs(pair, shape, processing, rows=rows, sampled=sampled)
@@ -115,7 +109,7 @@ def why_unsuited(pair: PairGraphs, shape: DraftShape, processing: ScoreProcessin
     """Why graphs do not serve a generation; empty where rounds always draft one shape.
 
     A processor that looks at prefixes is asked by eager code. Compiled graphs then do not pay; captured ones do, of
-    verification and draft steps. Arguments are `graphs_for`'s.
+    verification. Arguments are `graphs_for`'s.
     """
     drafter, binding = pair.drafter, pair.drafter.binding
     schedule = drafter.generation_config.num_assistant_tokens_schedule
@@ -149,7 +143,7 @@ def _kept_graphs(
     names = packages.names()
     if not any(name.startswith(prefix_of(first)) for name in names):
         return None
-    return pair.graphs.made_by(LoadsKept(packages, names))
+    return pair.graphs.made_by(kept.LoadsKept(packages, names))
 
 
 def kept_packages(pair: PairGraphs) -> GraphPackages | None:
@@ -162,7 +156,7 @@ def kept_packages(pair: PairGraphs) -> GraphPackages | None:
     if not folder.is_dir():
         return None
     graphs = pair.current_graphs(state)
-    if refusal(drafter, graphs):
+    if kept.refusal(drafter, graphs):
         return None
     if why := why_not_ours(folder):
         _say(f"kept graphs are machine code, and those in {folder} are not loaded: {why}")
@@ -176,22 +170,23 @@ def _say(what: str) -> None:
         logger.warning("eagle31: %s; steps stay eager", what)
 
 
-@contextmanager
-def compiling_ahead(
-    pair: PairGraphs,
-    on_compile: Callable[[GraphKey], None] = lambda key: None,
-    on_made: Callable[[int, int], None] = lambda made, of: None,
-) -> Iterator[CompilesAhead]:
-    """While open, this pair's generations compile each graph they meet, and keep it for later processes.
+def compile_ahead(
+    pair: PairGraphs, meet: Callable[[Graphs], object], on_compile: Callable[[GraphKey], None]
+) -> list[GraphKey]:
+    """Compile all graphs that `meet` wants of those it is given, and keep them for later processes.
 
     Args:
-        on_compile, on_made: as of `CompilesAhead`.
+        meet: writes texts by graphs; repeated until all that it wants are there.
+        on_compile: told of each graph before it is compiled.
+
+    Returns:
+        What was compiled.
 
     Raises:
-        ConfigurationError: graphs of this pair cannot be kept, or the folder takes nothing.
+        ConfigurationError: graphs of this pair cannot be kept, the folder takes nothing, or compiling failed.
     """
     graphs = pair.current_graphs()
-    if reason := refusal(pair.drafter, graphs):
+    if reason := kept.refusal(pair.drafter, graphs):
         raise ConfigurationError(f"no graphs can be kept for this pair: {reason}")
     packages = kept.packages_of(pair.drafter, graphs)
     try:
@@ -207,10 +202,10 @@ def compiling_ahead(
             f"another folder by ${kept.CACHE_VARIABLE}"
         )
     with CompilerProcesses.one_a_core() as processes:
-        ahead = pair.ahead = CompilesAhead(pair.current_graphs, packages, processes, on_compile, on_made)
-        try:
-            yield ahead
-            ahead.finish()
-        finally:
-            pair.ahead = None
-            pair.current_graphs().forget(ahead.begun)
+        maker = kept.CompilesAhead(packages, processes, on_compile)
+        maker.until_compiled(graphs.made_by(maker), meet)
+    if graphs.disabled_reason:
+        raise ConfigurationError(
+            f"{graphs.disabled_reason}; a C++ compiler is needed (g++), and room in the cache folder"
+        )
+    return maker.made

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -21,9 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..drafter.assistant import Assistant, NoDrafter
 from ..errors import ConfigurationError
-from ..graphs.captured import CAPTURES
-from ..loop.kept_graphs import CompilesAhead, compiling_ahead
-from ..loop.pair import Pair
+from ..loop.kept_graphs import FEWEST_CAPTURED_TOKENS
+from ..loop.pair import Drafting, Pair
 from ..sampling.logits_processing import ScoreProcessing, end_ids, processing_of, sampling_options
 from ..stats import SpeculationStats
 from ..targets.devices import now
@@ -214,7 +213,6 @@ class Bench:
         tasks: what to write.
         settings: how.
         on_turn: called between measurements with how many are done, and of how many.
-        on_made: called with how many graphs are compiled, of how many that were begun.
 
     Raises:
         ConfigurationError: a setting makes no sense, or there are no tasks.
@@ -227,31 +225,26 @@ class Bench:
         settings: BenchSettings,
         *,
         on_turn: Callable[[int, int], None] = lambda done, of: None,
-        on_made: Callable[[int, int], None] = lambda made, of: None,
     ):
         settings.check()
         if not tasks:
             raise ConfigurationError("got no prompts to measure on; wanted at least one")
         self.tasks, self.settings = tasks, settings
-        self._assistant, self._on_turn, self._on_made = assistant, on_turn, on_made
+        self._assistant, self._on_turn = assistant, on_turn
         self.binding = assistant.binding
         self.alone = assistant if isinstance(assistant, NoDrafter) else _without_drafter(assistant)
         self._peak = PeakGauge(self.binding.head_device)
         self._judged: dict[tuple[str, str, str], Verdict] = {}
         self._processing: ScoreProcessing | None = None
-        self._compilers: list[CompilesAhead] = []
         self._measured = Measured(settings)
 
     def run(self) -> Measured:
         """Write everything that there is time for: at least one turn with each number of rows."""
-        by_graphs = any(method.by_graphs for method in self.settings.methods)
         by_rows = [self._turns(rows) for rows in dict.fromkeys(self.settings.rows)]
         measured, measured.of = self._measured, sum(map(len, by_rows))
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng())
-            no_graphs = self._open_compilers(stack) if by_graphs else ""
+        with torch.random.fork_rng():
             for turns in by_rows:
-                methods = self._ready_methods(turns, no_graphs)
+                methods = self._ready_methods(turns)
                 end = time.monotonic() + 60 * (self.settings.minutes or math.inf) / len(by_rows)
                 for place, turn in enumerate(turns):
                     if place and time.monotonic() >= end:
@@ -275,32 +268,30 @@ class Bench:
 
     # --- before anything counts -------------------------------------------------------------------------------------
 
-    def _open_compilers(self, stack: ExitStack) -> str:
-        """Compile what a CPU's graphs take all at once; why there are none, empty if there are."""
-        if self.binding.head_device.type in CAPTURES:
-            return ""
-        try:
-            for assistant in {id(each): each for each in (self._assistant, self.alone)}.values():
-                self._compilers.append(stack.enter_context(compiling_ahead(Pair.of(assistant), on_made=self._on_made)))
-        except ConfigurationError as refused:
-            return str(refused)
-        return ""
+    def _ready_methods(self, turns: Sequence[Turn]) -> list[Method]:
+        """Those that can run here, each having written what does not count; graphs that a CPU lacks are compiled."""
+        batches, ready = self._unlike_batches(turns), []
+        for method in self.settings.methods:
+            started = time.perf_counter()
+            for batch in batches:
+                torch.manual_seed(self.settings.seed)
+                _, stats = self._write(method, batch, None)
+            if method.by_graphs and stats is not None:
+                self._measured.graphs_s += time.perf_counter() - started
+                if why := self._why_eager(method, turns[0].rows, stats):
+                    self._measured.left_out[method.name] = why
+                    continue
+            ready.append(method)
+        graphs = {pair.graphs for pair in map(Pair.of, (self._assistant, self.alone)) if pair.graphs is not None}
+        self._measured.graphs = sum(sum(each.warmed.values()) for each in graphs)
+        return ready
 
-    def _ready_methods(self, turns: Sequence[Turn], no_graphs: str) -> list[Method]:
-        """Those that can run here, each having written what does not count."""
-        by_graphs = [method for method in self.settings.methods if method.by_graphs]
-        batches = self._unlike_batches(turns)
-        if no_graphs:
-            self._measured.left_out |= {method.name: no_graphs for method in by_graphs}
-        started = time.perf_counter()
-        for compiler in self._compilers:
-            compiler.until_compiled(lambda: self._write_all(by_graphs, batches))
-        if self._compilers:
-            self._measured.graphs = sum(len(compiler.made) for compiler in self._compilers)
-            self._measured.graphs_s += time.perf_counter() - started
-        methods = [method for method in self.settings.methods if not (method.by_graphs and no_graphs)]
-        self._write_all(methods, batches)
-        return methods
+    def _why_eager(self, method: Method, rows: int, stats: SpeculationStats) -> str:
+        """Why a method has no graphs for so many rows; empty if it has some."""
+        assistant = self._assistant_of(method)
+        with _overridden(assistant, method.overrides):
+            drafting = _drafting_of(assistant, self.settings, rows)
+        return "" if drafting.graphs is not None else "; ".join(stats.fallbacks) or stats.reason
 
     def _unlike_batches(self, turns: Sequence[Turn]) -> list[Prompts]:
         """The longest and the shortest batch for each power of two of their length: graphs are made by length."""
@@ -309,12 +300,6 @@ class Bench:
             length = batch["input_ids"].shape[1] + self.settings.new_tokens
             by_length.setdefault((length - 1).bit_length(), []).append(batch)
         return [batch for group in by_length.values() for batch in (group[0], *group[1:][-1:])]
-
-    def _write_all(self, methods: Sequence[Method], batches: Sequence[Prompts]) -> None:
-        for method in methods:
-            for batch in batches:
-                torch.manual_seed(self.settings.seed)
-                self._write(method, batch, None)
 
     # --- what counts ------------------------------------------------------------------------------------------------
 
@@ -352,10 +337,13 @@ class Bench:
         prompt_length = batch["input_ids"].shape[1]
         if method.writer is Writer.GENERATE:
             return model.generate(**kwargs, streamer=streamer)[:, prompt_length:], None
-        assistant = self._assistant if method.writer is Writer.DRAFTER else self.alone
+        assistant = self._assistant_of(method)
         with _overridden(assistant, method.overrides):
             tokens = model.generate(**kwargs, streamer=streamer, assistant_model=assistant)[:, prompt_length:]
         return tokens, assistant.stats
+
+    def _assistant_of(self, method: Method) -> Assistant:
+        return self._assistant if method.writer is Writer.DRAFTER else self.alone
 
     def _batch(self, turn: Turn) -> Prompts:
         return left_padded([task.ids for task in turn.tasks], self.binding.text_config.pad_token_id or 0)
@@ -410,6 +398,24 @@ def _overridden(assistant: Assistant, settings: dict[str, Any]) -> Iterator[None
         yield
     finally:
         vars(config).update(before)
+
+
+def has_graphs(assistant: Assistant, settings: BenchSettings) -> bool:
+    """Whether single texts of these settings may be written by graphs here: those that are asked for, captured as they
+    are met, or kept by `eagle31 warmup`."""
+    asked_for = assistant.generation_config.acceleration == "compile"
+    return asked_for or _drafting_of(assistant, settings, rows=1).graphs is not None
+
+
+def _drafting_of(assistant: Assistant, settings: BenchSettings, rows: int) -> Drafting:
+    """What texts of these settings draft, and by which graphs."""
+    how = settings.to_generate()
+    return Pair.of(assistant).drafting(
+        rows=rows,
+        sampled=how["do_sample"],
+        processing=processing_of(assistant.binding.model, **how),
+        new_tokens=max(settings.new_tokens, FEWEST_CAPTURED_TOKENS),
+    )
 
 
 def tasks_by_kind(tasks: Sequence[Task]) -> dict[str, list[Task]]:

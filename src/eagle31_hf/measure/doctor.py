@@ -16,15 +16,13 @@ from torch import Tensor
 from ..config import MtpConfig
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, read_text
-from ..loop.pair import Pair
-from ..sampling.logits_processing import processing_of
 from ..stats import USELESS_LENGTH
 from ..targets.binding import TargetBinding
 from ..targets.devices import precision_advice, precision_caution
 from ..targets.fresh_drafter import trained_context
 from ..targets.quantized import holds_packed_weights
 from ..texts.prompts import Prompt
-from .bench import PLAIN, Bench, BenchSettings, Method, Task, Writer
+from .bench import PLAIN, Bench, BenchSettings, Method, Task, Writer, has_graphs
 from .drift import DriftCurve, form_of, probe_drift
 from .exactness import TIE_ROUNDINGS, Kind
 from .readings import (
@@ -216,7 +214,7 @@ def write_both(
         sampling={"num_beams": 1} | ({"top_k": 0, "top_p": 1.0} if temperature else {}),
     )
     # Graphs of the loop without drafts may be kept where the drafter has none: that would compare graphs, not drafts.
-    by_graphs = None if _has_graphs(drafter, settings) else False
+    by_graphs = None if has_graphs(drafter, settings) else False
     drafting = Method(Writer.DRAFTER, by_graphs=None)
     settings = replace(settings, methods=(PLAIN, Method(Writer.NO_DRAFTS, by_graphs), drafting))
     measured = Bench(drafter, tasks, settings, on_turn=on_turn).run()
@@ -226,14 +224,6 @@ def write_both(
     return Written(
         result, by_drafts, [torch.cat((ids.cpu(), answer)) for ids, answer in zip(prompts, answers, strict=False)]
     )
-
-
-def _has_graphs(drafter: Eagle31Drafter, settings: BenchSettings) -> bool:
-    """Whether passes with the drafter are graphs here."""
-    how, tokens = settings.to_generate(), settings.new_tokens
-    processing = processing_of(drafter.binding.model, **how)
-    drafting = Pair.of(drafter).drafting(rows=1, sampled=how["do_sample"], processing=processing, new_tokens=tokens)
-    return drafting.graphs is not None
 
 
 def _read_texts(

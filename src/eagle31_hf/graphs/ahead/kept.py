@@ -48,7 +48,7 @@ def refusal(drafter: Assistant, graphs: Graphs) -> str:
         return KEEPS_STATES
     if device != "cpu":
         return f"it runs on {device}, and graphs are kept for a CPU alone"
-    if not graphs.copied_bytes:
+    if not graphs.may_pack:
         return f"its weights are quantized, or take more than {PACKED_BYTES >> 20} MiB, and graphs read a copy of them"
     if drafter.binding.rotates_alike_up_to is not None:
         return "what its positions are rotated by depends on the text's length, and graphs on disk would not look"
@@ -148,18 +148,14 @@ class CompilesAhead(GraphMaker):
     they are compiled at once and not one after the other.
 
     Attributes:
-        graphs: gives the pair's.
         on_compile: told of each graph before it is compiled.
-        on_made: told how many are compiled, and of how many that were begun.
         made: what was compiled, in this order.
         begun: what is being compiled; each waits until it is kept.
     """
 
-    graphs: Callable[[], Graphs]
     packages: GraphPackages
     processes: CompilerProcesses
     on_compile: Callable[[GraphKey], None]
-    on_made: Callable[[int, int], None]
     made: list[GraphKey] = field(default_factory=list)
     begun: dict[GraphKey, Callable[[], None]] = field(default_factory=dict)
     failure = "compiling failed"
@@ -178,33 +174,31 @@ class CompilesAhead(GraphMaker):
             self.begun[key] = self.packages.compile(key, step, inputs, self.processes)
         return step
 
-    def until_compiled(self, work: Callable[[], object]) -> None:
-        """Do `work`, and again as long as graphs that it wants were not there yet."""
-        with _one_thread():
-            work()
-        while self.finish():
-            work()
+    def until_compiled(self, graphs: Graphs, meet: Callable[[Graphs], object]) -> None:
+        """Let `meet` want some of these graphs, and again as long as any were not there yet.
 
-    def finish(self) -> bool:
-        """Wait for what is being compiled; whether there was anything that the next generation can load.
-
-        What could not be compiled is why `Graphs.disabled_reason` says that steps stay eager.
+        What could not be compiled is why `graphs.disabled_reason` says that steps stay eager.
         """
-        begun, graphs = list(self.begun), self.graphs()
+        try:
+            with _one_thread():
+                meet(graphs)
+            while self._finish(graphs):
+                meet(graphs)
+        finally:
+            graphs.forget(self.begun)
+
+    def _finish(self, graphs: Graphs) -> bool:
+        """Wait for what is being compiled; whether there was anything that can be loaded from now on."""
+        begun = list(self.begun)
         graphs.forget(begun)
         try:
             for key in begun:
-                self._keep(key)
+                self.begun.pop(key)()
+                self.made.append(key)
         except Exception as failure:  # whatever a compiler stumbles over, texts must go on
-            self.begun.clear()
             graphs.give_up(failure, self.failure)
             return False
         return bool(begun)
-
-    def _keep(self, key: GraphKey) -> None:
-        self.begun.pop(key)()
-        self.made.append(key)
-        self.on_made(len(self.made), len(self.made) + len(self.begun))
 
 
 @contextmanager
