@@ -14,6 +14,7 @@ from eagle31_hf.drafter.replay import TargetText, drafts_along, read_text
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.measure.doctor import DEPTH, reading_findings
 from eagle31_hf.measure.readings import read_as
+from helpers import random_drafter, target_of
 from mtp_targets import FAMILIES, target_with_head
 
 LENGTH = 24
@@ -26,23 +27,32 @@ def head_of(family: str, folder: Path, **fields: Any) -> Eagle31Drafter:
     return read_as(head, fields) if fields else head
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+EAGLES: dict[str, dict[str, Any]] = {
+    "EAGLE 3.1": {}, "two layers": {"num_hidden_layers": 2}, "a window": {"sliding_window": 6},
+    "latent": {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *EAGLES])
 @torch.inference_mode()
-def test_a_replay_drafts_what_a_session_drafts(family: str, tmp_path: Path) -> None:
-    head = head_of(family, tmp_path)
+def test_a_replay_drafts_what_a_session_drafts(kind: str, tmp_path: Path) -> None:
+    if kind in EAGLES:
+        drafter = random_drafter(target_of("llama"), aux_layers=[1, 2, 4], **EAGLES[kind])
+    else:
+        drafter = head_of(kind, tmp_path)
     ids = torch.randint(3, 90, (LENGTH,), generator=torch.Generator().manual_seed(1))
-    text = read_text(head.binding, ids, 5, head.binding.aux_layers)
+    text = read_text(drafter.binding, ids, 5, drafter.binding.aux_layers)
     starts = text.starts(3)
-    replayed = [draft.logits for draft in drafts_along(head, text, starts, 3)]
+    replayed = [draft.logits for draft in drafts_along(drafter, text, starts, 3)]
     for row, start in enumerate(starts.tolist()):
-        for level, logits in enumerate(drafted(head, text, start, 3)):
+        for level, logits in enumerate(drafted(drafter, text, start, 3)):
             torch.testing.assert_close(replayed[level][row], logits, atol=1e-5, rtol=1e-4)
 
 
 def drafted(head: Eagle31Drafter, text: TargetText, start: int, depth: int) -> Iterator[torch.Tensor]:
     """Logits of a chain that begins behind position `start`, as generation drafts it; its tokens are the text's own."""
     session = DraftSession(head, batch_size=1, capacity=64, block=LENGTH)
-    aux = text.states[head.binding.aux_layers[0]][None, : start + 1]
+    aux = torch.cat([text.states[layer] for layer in head.binding.aux_layers], dim=-1)[None, : start + 1]
     session.absorb(text.ids[None, 1 : start + 2], aux, [start + 1])
     state = session.root
     for level in range(depth):

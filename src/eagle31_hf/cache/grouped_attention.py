@@ -15,7 +15,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -58,6 +65,14 @@ def grouped_attention(
     else:
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, length, -1)
+
+
+class WatchedCache(DynamicCache):
+    """A cache that is shown who reads it."""
+
+    def see(self, query: Tensor, key: Tensor, attention_mask: Tensor | None, layer_idx: int) -> None:
+        """Before `query` `(B, n, T, d)` attends to all keys of a layer, `(B, n_kv, S, d)`."""
+        raise NotImplementedError
 
 
 def _repeated_for(groups: int, mask: Tensor, kv_heads: int) -> Tensor:

@@ -28,7 +28,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-from ..cache.grouped_attention import grouped_attention
+from ..cache.grouped_attention import WatchedCache, grouped_attention
 from ..config import Eagle31Config
 from .checks import check_tensor_infos
 from .files import TensorInfo
@@ -46,20 +46,6 @@ class DrafterOutput:
 
     normed: Tensor
     feedback: Tensor
-
-
-class AttendingCache:
-    """Keys and values that know a shorter way to attend than a mask over all of them (training-time test)."""
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, layer_idx: int
-    ) -> Tensor:
-        """Append keys and values `(B, n_kv, T, d)` of a layer and attend to all with `query` `(B, n, T, d)`.
-
-        Returns:
-            Tensor: `(B, n, T, d)`, as wide as values.
-        """
-        raise NotImplementedError
 
 
 class GroupedQueryAttention(nn.Module):
@@ -81,7 +67,7 @@ class GroupedQueryAttention(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
-        cache: Cache | AttendingCache | None,
+        cache: Cache | None,
     ) -> Tensor:
         batch, length, _ = x.shape
         qkv = self.qkv_proj(x).view(batch, length, -1, self.head_dim).transpose(1, 2)  # (B, n_q + 2 n_kv, T, d)
@@ -132,7 +118,7 @@ class LatentAttention(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
-        cache: Cache | AttendingCache | None,
+        cache: Cache | None,
     ) -> Tensor:
         batch, length, _ = x.shape
         query = self._query(x).view(batch, length, self.num_heads, -1).transpose(1, 2)
@@ -170,14 +156,14 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    cache: Cache | AttendingCache | None,
+    cache: Cache | None,
     layer_idx: int,
 ) -> Tensor:
     """Of `query` `(B, n, T, d)` over these keys and values `(B, n_kv, T, d)` and all cached before; `(B, n, T, d)`."""
-    if isinstance(cache, AttendingCache):
-        return cache.attend(query, key, value, attention_mask, layer_idx)
     if cache is not None:
         key, value = cache.update(key, value, layer_idx)  # (B, n_kv, S, d)
+    if isinstance(cache, WatchedCache):
+        cache.see(query, key, attention_mask, layer_idx)
     return grouped_attention(query, key, value, attention_mask)
 
 
@@ -230,7 +216,7 @@ class Eagle31DecoderLayer(nn.Module):
         embeddings: Tensor | None,
         rotary: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
-        cache: Cache | AttendingCache | None,
+        cache: Cache | None,
     ) -> Tensor:
         if embeddings is not None:
             normed = self.hidden_norm(hidden)
@@ -326,7 +312,7 @@ class Eagle31Network(PreTrainedModel):
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        cache: Cache | AttendingCache | None = None,
+        cache: Cache | None = None,
     ) -> DrafterOutput:
         """One pass over `embeddings` and `hidden`, both `(B, T, H)`; see the module docstring.
 

@@ -24,7 +24,7 @@ from transformers import AutoModel, Cache
 from ..cache.grouped_attention import GROUPED
 from ..cache.stock import CACHE_ARGUMENT
 from ..config import MtpConfig
-from .eagle_network import AttendingCache, DrafterOutput, Eagle31Network, KeepsBufferDtypes, off_meta
+from .eagle_network import DrafterOutput, Eagle31Network, KeepsBufferDtypes, off_meta
 from .mtp import PACKED_MODULES
 
 
@@ -71,7 +71,7 @@ class MtpNetwork(Eagle31Network):
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        cache: Cache | AttendingCache | None = None,
+        cache: Cache | None = None,
     ) -> DrafterOutput:
         """One pass over `embeddings` and `hidden`, both `(B, T, H)`; arguments as `Eagle31Network.decode`'s."""
         hidden = self.fc(torch.cat((self.enorm(embeddings), self.hnorm(hidden)), dim=-1))

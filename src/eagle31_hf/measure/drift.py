@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import repeat_kv
 
+from ..cache.grouped_attention import WatchedCache
 from ..config import MtpConfig
 from ..demo import Messages
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.replay import StartsCache, TargetText, read_text
+from ..drafter.replay import TargetText, read_text
 from .readings import OnStep, Replay, Subject, read_as, replay
 
 SINK_TOKENS = 4
@@ -130,28 +132,31 @@ def curve_of(replays: Sequence[Replay], shares: Sequence[Tensor], *, form: str, 
     return DriftCurve(form, condition, sink, own, (norms / norms[:, :1]).mean(0).tolist(), acceptance, len(right))
 
 
-class ObservedCache(StartsCache):
-    """Notes where the queries of drafts look."""
+class ObservedCache(WatchedCache):
+    """Notes where the queries of drafts look that begin at these starts `(S,)` of a text."""
 
     def __init__(self, starts: Tensor):
-        super().__init__(starts)
+        super().__init__()
+        self._starts = starts
+        self._of_text = 0  # keys of the text, which the first pass reads
         self._by_depth: list[dict[int, Tensor]] = []  # by layer (S, 2)
 
     def shares(self) -> Tensor:
         """`(S, K, 2)`: of the attention on the sink and on the draft's own tokens; mean over heads and layers."""
         return torch.stack([torch.stack(list(layers.values())).mean(0) for layers in self._by_depth], 1).cpu()
 
-    def see_text(self, layer_idx: int, query: Tensor) -> None:
-        of_starts = query[:, :, self._starts].transpose(0, 2)  # (S, n, 1, d)
-        self.see_drafts(layer_idx, self.weights(layer_idx, of_starts))
-
-    def see_drafts(self, layer_idx: int, weights: Tensor) -> None:
-        depth = 0 if layer_idx not in self._own else self._own[layer_idx][0].shape[2]
-        if depth == len(self._by_depth):
+    def see(self, query: Tensor, key: Tensor, attention_mask: Tensor | None, layer_idx: int) -> None:
+        assert attention_mask is not None, "drafts along a text have one"
+        if layer_idx == 0:
             self._by_depth.append({})
-        mean, length = weights.float().mean((1, 2)), self._of_text[layer_idx][0].shape[2]  # (S, T + k)
-        parts = mean[:, :SINK_TOKENS].sum(1), mean[:, length:].sum(1)
-        self._by_depth[depth][layer_idx] = torch.stack(parts, 1)
+        if len(self._by_depth) == 1:
+            self._of_text = key.shape[2]
+            query, attention_mask = query[:, :, self._starts], attention_mask[:, :, self._starts]
+        keys = repeat_kv(key, query.shape[1] // key.shape[1])
+        scores = (query @ keys.transpose(2, 3)).float() * query.shape[-1] ** -0.5 + attention_mask  # (1, n, S, N)
+        mean = scores.softmax(-1).mean(1)[0]
+        parts = mean[:, :SINK_TOKENS].sum(1), mean[:, self._of_text :].sum(1)
+        self._by_depth[-1][layer_idx] = torch.stack(parts, 1)
 
 
 def form_of(drafter: Eagle31Drafter) -> str:

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from ..config import Eagle31Config, MtpConfig
 from ..demo import Messages
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.replay import StartsCache, TargetText, drafts_along, rows_of_ids
+from ..drafter.replay import TargetText, drafts_along, rows_of_ids
 
 OnStep = Callable[[str, int, int], None]
 """Called between measurements with what is measured, how many of it are done, and of how many."""
@@ -69,11 +70,11 @@ class Replay:
 
 
 @torch.no_grad()
-def replay(drafter: Eagle31Drafter, text: TargetText, *, depth: int, cache: StartsCache | None = None) -> Replay:
+def replay(drafter: Eagle31Drafter, text: TargetText, *, depth: int, cache: Cache | None = None) -> Replay:
     """Draft `depth` tokens from every start of `text` with an attached `drafter`.
 
     Args:
-        cache: of these starts, to look at attention.
+        cache: empty, to look at attention.
     """
     starts = text.starts(depth).to(drafter.fc.weight.device)
     row_of = rows_of_ids(drafter)
