@@ -21,10 +21,9 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.layers import SlotLayer
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.drafter.session import DraftSession
-from eagle31_hf.loop import decoder
 from eagle31_hf.loop import round as rounds
+from eagle31_hf.loop.accept import Acceptor
 from eagle31_hf.loop.carried_cache import CacheResume
-from eagle31_hf.loop.decoder import SpeculativeDecoder
 from eagle31_hf.loop.round import Round
 from eagle31_hf.loop.survive import FallbackStep
 from eagle31_hf.loop.text import Sequences
@@ -125,8 +124,7 @@ METHODS: dict[str, tuple[Any, str]] = {
     "draft logits": (Eagle31Drafter, "draft_logits"),
     "verify": (Round, "verify"),
     "accept": (Round, "accept"),
-    "read back": (decoder, "sync_accepted"),
-    "first token": (SpeculativeDecoder, "choose_first"),
+    "first token": (Acceptor, "accept"),
     "text": (Sequences, "append"),
     "stop": (Sequences, "_must_stop"),
     "time": (Sequences, "stop_if_out_of_time"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eagle31_hf.errors import UnsupportedGenerationError
 from eagle31_hf.loop import choosing, survive
-from eagle31_hf.loop.decoder import SpeculativeDecoder
+from eagle31_hf.loop.accept import Acceptor
 from eagle31_hf.loop.round import Round
 from eagle31_hf.sampling import callers_code
 from helpers import (
@@ -234,7 +234,7 @@ def test_nothing_is_shown_twice_where_memory_runs_out(
     inputs, how = prompts(), {"do_sample": do_sample, "top_k": None, "max_new_tokens": 30}
     faults = (
         (Round, "accept"),
-        (SpeculativeDecoder, "choose_first"),
+        (Acceptor, "accept"),
         (choosing, "choose" if do_sample else "argmax"),
         (hf.TopKLogitsWarper, "__call__"),
     )

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- what else a call brings along -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["text", "keep", "absorb", "verify", "first token", "read back"])
+@pytest.mark.parametrize("place", ["text", "keep", "absorb", "verify", "first token"])
 def test_scores_are_those_of_the_text(place: str) -> None:
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     with configured(drafter_of("llama"), **SHAPES["tree"]):
@@ -84,7 +84,6 @@ DRAFTED = {
     "absorb": ("before", lambda _, tokens, *rest: tokens.shape[1] > 1),
     "draft step": ("before", lambda *_: True),
     "first token": ("after", lambda *_: True),
-    "read back": ("after", lambda accepted, *_: drafted_oddly(accepted.tree)),
 }
 """Where memory runs out by what was drafted, or by what of it was accepted."""
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.shape import noise_bytes
-from eagle31_hf.sampling.acceptance import accept_chosen
+from eagle31_hf.sampling.acceptance import accept_chosen, match_prefix
 from eagle31_hf.sampling.draw import (
     FreshNoise,
     PositionNoise,
@@ -178,7 +178,8 @@ def test_nothing_waits_for_the_device() -> None:
         for drafts in (tree, DraftTree.chain(torch.zeros(3, 5, dtype=torch.long))):
             window = noise.window(range(3), [0, 2, 1], drafts.max_depth + 1)
             rows = torch.arange(3)[:, None]
-            accept_chosen(drafts, choose(torch.randn(3, drafts.size, 9), window[rows, drafts.depths]))
+            chosen = choose(torch.randn(3, drafts.size, 9), window[rows, drafts.depths])
+            match_prefix(drafts.tokens, chosen) if drafts.is_chain else accept_chosen(drafts, chosen)
     assert syncs.found == []
     with HostSyncs() as syncs:
         torch.ones(2)[torch.tensor([True, False])]

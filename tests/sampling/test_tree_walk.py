@@ -1,4 +1,4 @@
-"""Following the target's choice down a tree of drafts, against a naive walk."""
+"""Following the target's choice down a tree of drafts, on the host and in tensors, against a naive walk."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ from hypothesis import strategies as st
 
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.shape import num_candidates
-from eagle31_hf.sampling.acceptance import Acceptance, accept_chosen, accept_tree_walk
+from eagle31_hf.sampling.acceptance import accept_chosen, accept_path
 from helpers import grown_tree
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def tokens_added(accepted: Acceptance, tree: DraftTree) -> torch.Tensor:
-    """`(B, D+1)` accepted drafts, then the bonus; the first `length` of a row are valid."""
-    tokens = tree.tokens.gather(1, accepted.path).roll(-1, dims=1)  # the root was added a round ago
-    return tokens.scatter(1, accepted.length[:, None] - 1, accepted.bonus[:, None])
 
 
 def random_tree(generator: torch.Generator, rows: int, size: int, width: int, vocab: int) -> DraftTree:
@@ -30,59 +20,53 @@ def random_tree(generator: torch.Generator, rows: int, size: int, width: int, vo
     return grown_tree(logits, width, size)
 
 
-def naive_walk(tree: DraftTree, choice: list[list[int]], row: int) -> tuple[list[int], int]:
+def naive_walk(tree: DraftTree, choice: list[list[int]], row: int, depth: int) -> tuple[list[int], int]:
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
     path = [0]
     while True:
         wanted = choice[row][path[-1]]
         step = [i for i in range(1, tree.size) if parents[i] == path[-1] and tokens[i] == wanted]
-        if not step:
+        if not step or len(path) > depth:
             return path, wanted
         path.append(step[0])
 
 
 @given(st.integers(0, 2**31), st.integers(2, 30), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_greedy_walk_matches_a_naive_walk(seed: int, size: int, width: int) -> None:
-    generator = seeded(seed)
+def test_walks_match_a_naive_one(seed: int, size: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     tree = random_tree(generator, rows=4, size=size, width=width, vocab=4)
     choice = torch.randint(0, 4, (4, size), generator=generator)
     accepted = accept_chosen(tree, choice)
-    walked = accept_tree_walk(
-        tree, lambda rows, paths: [int(choice[b, p[-1]]) for b, p in zip(rows, paths, strict=True)], range(4)
-    )
-    for name in ("length", "bonus", "best"):
-        assert torch.equal(getattr(walked, name), getattr(accepted, name)), name
-    added = tokens_added(accepted, tree)
     for row in range(4):
-        path, bonus = naive_walk(tree, choice.tolist(), row)
-        count = int(accepted.length[row])
-        assert accepted.path[row, :count].tolist() == walked.path[row, :count].tolist() == path
-        assert (int(accepted.best[row]), int(accepted.bonus[row])) == (path[-1], bonus)
-        assert added[row, :count].tolist() == [int(tree.tokens[row, node]) for node in path[1:]] + [bonus]
+        path, bonus = naive_walk(tree, choice.tolist(), row, size)
+        assert accepted.path[row, : int(accepted.length[row])].tolist() == path
+        assert int(accepted.bonus[row]) == bonus
+        assert accept_path(*lists(tree, row), lambda path, row=row: int(choice[row, path[-1]]), size) == (path, bonus)
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_walks_end_where_a_tree_was_cut(seed: int, depth: int) -> None:
     """Before a text's end a compiled tree keeps the nodes that are too deep; a path must not reach them."""
-    generator = seeded(seed)
+    generator = torch.Generator().manual_seed(seed)
     whole = random_tree(generator, rows=4, size=30, width=2, vocab=2)
     assert whole.max_depth > depth, "nothing to cut"
     tree = whole.cut_to(depth)
+    assert int(tree.depths.max()) == tree.max_depth == depth
     choice = torch.randint(0, 2, (4, 30), generator=generator)
-    accepted = accept_chosen(tree, choice)
-    walked = accept_tree_walk(
-        tree, lambda rows, paths: [int(choice[b, p[-1]]) for b, p in zip(rows, paths, strict=True)], range(4)
-    )
-    for name in ("path", "length", "bonus", "best"):
-        assert torch.equal(getattr(walked, name), getattr(accepted, name)), name
+    for row in range(4):
+        found = accept_path(*lists(tree, row), lambda path, row=row: int(choice[row, path[-1]]), tree.max_depth + 1)
+        assert found == naive_walk(tree, choice.tolist(), row, depth)
 
 
-def test_walking_asks_about_live_rows_alone() -> None:
-    tree = random_tree(seeded(1), rows=3, size=9, width=2, vocab=4)
-    asked: list[int] = []
-    walked = accept_tree_walk(tree, lambda rows, paths: asked.extend(rows) or [9] * len(rows), [2])  # type: ignore[func-returns-value]
-    assert asked == [2]
-    assert walked.length.tolist() == [1, 1, 1]
-    assert walked.bonus.tolist() == [0, 0, 9]
+def lists(tree: DraftTree, row: int) -> tuple[list[int], list[int]]:
+    return tree.tokens[row].tolist(), tree.parents[row].tolist()
+
+
+def test_nothing_is_asked_behind_the_token_that_ends_a_text() -> None:
+    def choose(path: list[int]) -> int:
+        return (5, 6, 7)[path[-1]]
+
+    assert accept_path([9, 5, 6], [0, 0, 1], choose, 3) == ([0, 1, 2], 7)
+    assert accept_path([9, 5, 6], [0, 0, 1], choose, 3, lambda _nodes, token: token == 6) == ([0, 1], 6)

@@ -40,8 +40,6 @@ class DraftTree:
         ancestors: `(B, N, N)` bool; `[b, i, j]`: `j` is `i` or above it.
         max_depth: `D`, no accepted path is longer (known without asking the device; the longest may be shorter).
         max_children: no node has more children; at most 1 means the tree is a chain.
-        valid: `(B, N)` bool, the nodes that may be accepted, each with its ancestors; `None`: all of them. The others
-            are verified in vain, so that forwards keep their shape.
     """
 
     tokens: Tensor
@@ -50,7 +48,6 @@ class DraftTree:
     ancestors: Tensor
     max_depth: int
     max_children: int
-    valid: Tensor | None = None
 
     @classmethod
     def chain(cls, tokens: Tensor) -> DraftTree:
@@ -71,17 +68,12 @@ class DraftTree:
         """Nodes per row, root included."""
         return self.tokens.shape[1]
 
-    @property
-    def positions(self) -> Tensor:
-        """`(B, N)` positions of the nodes after the root's: depths, of nodes that are not valid the deepest valid one's
-        at most. Positions behind a text's end may not exist."""
-        return self.depths if self.valid is None else self.depths.clamp(max=self.max_depth)
-
     def cut_to(self, depth: int) -> DraftTree:
-        """This tree with nodes of no more than `depth` levels valid; it keeps its size."""
+        """This tree with paths of no more than `depth` levels; deeper nodes are verified in vain, so that forwards keep
+        their shape, as if they lay at that depth: positions behind a text's end may not exist."""
         if depth >= self.max_depth:
             return self
-        return replace(self, max_depth=depth, valid=self.depths <= depth)
+        return replace(self, max_depth=depth, depths=self.depths.clamp(max=depth))
 
     @property
     def is_chain(self) -> bool:

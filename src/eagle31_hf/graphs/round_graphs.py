@@ -38,15 +38,13 @@ class AcceptedAhead(NamedTuple):
 
     Attributes:
         state: the drafter's after each row's bonus.
-        acceptance: of the drafts.
-        for_host: what the host reads of that (`acceptance.for_host`).
+        for_host: what the host reads of the acceptance (`acceptance.for_host`).
         draft: behind the bonus.
         shape: of the draft.
         width: positions that the drafter has read.
     """
 
     state: DraftState
-    acceptance: Acceptance
     for_host: Tensor
     draft: DraftNodes
     shape: DraftShape
@@ -107,8 +105,8 @@ class RoundStep:
         chosen_by = self._chosen_behind(by, path, readable)
         told = DraftInputs(read.logits, read.feedback, slots[rows, behind], readable.bonus, (cos, sin), chosen_by)
         nodes = whole_step(self.drafter, self.shape, self.choosing, told, cache).nodes
-        host = for_host(acceptance, drafts.tokens, read.logits[:, 0, :1].isnan().any())
-        return AcceptedAhead(read, acceptance, host, nodes, self.shape, width)
+        host = for_host(acceptance, path, read.logits[:, 0, :1].isnan().any())
+        return AcceptedAhead(read, host, nodes, self.shape, width)
 
     def accept(self, logits: Tensor, drafts: DraftNodes, by: ChosenBy) -> tuple[Acceptance, Tensor]:
         """By the target's logits `(B, N, V)`; also tokens `(B, W)` of the accepted path, root first."""
@@ -127,7 +125,7 @@ class RoundStep:
         if seen is not None:
             seen = seen_at_nodes(seen, tokens, nodes[:, None] <= nodes[:, :, None])
         best, bonus = match_prefix(tokens, self.choosing.of_target(logits, ChosenBy(noise, seen)))
-        return Acceptance(nodes, best + 1, bonus, best), tokens
+        return Acceptance(nodes, best + 1, bonus), tokens
 
     def readable(self, acceptance: Acceptance, vocabulary: int) -> Acceptance:
         """For the drafter, which knows no token `V`: whoever gets that one fails."""

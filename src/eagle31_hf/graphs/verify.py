@@ -135,7 +135,7 @@ class CompiledVerification:
     def _inputs(self, tree: DraftTree, nodes: int, masks_trees: bool) -> tuple:
         """What a graph reads; masks only where it cannot make them itself."""
         inputs, rows, offsets = self.inputs, len(tree.tokens), self.cache.placement.position_offsets
-        positions, missing = tree.positions, nodes - tree.size
+        positions, missing = tree.depths, nodes - tree.size
         if missing:
             positions = F.pad(positions, (0, missing))  # padding has the root's, which is a valid one
         if offsets is not None:

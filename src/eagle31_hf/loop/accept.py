@@ -1,16 +1,16 @@
-"""What the target makes of a round's drafts, by eager code: at all nodes at once, or at those the text passes."""
+"""What the target makes of a round's drafts: read back from a graph, or found by eager code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..drafting.draft_tree import DraftTree
-from ..drafting.host_numbers import on_device
-from ..sampling.acceptance import Acceptance, accept_chosen, accept_tree_walk, for_host
+from ..sampling.acceptance import accept_path
 from ..sampling.seen_tokens import seen_at_nodes
 from .choosing import ChoiceRule, RoundBatch
 
@@ -19,26 +19,34 @@ NodeScores = Tensor | Mapping[tuple[int, int], Tensor]
 
 
 class Accepted(NamedTuple):
-    """What the target accepts of a tree.
+    """What the target accepts of a tree, on the host.
 
     Attributes:
-        tree: the drafts.
-        acceptance: of them.
+        paths: accepted nodes of each row, the root first.
+        tokens: new ones of each row, those of its path and one that the target adds; past the row's end, too.
+        is_broken: whether the drafter's scores are no numbers.
         scores: processed ones of the accepted nodes, where they are wanted (raw logits where nothing changes them).
-        for_host: what the host reads of it (`acceptance.for_host`), where a graph has put that together; `None` if
-            `acceptance` was changed since.
     """
 
-    tree: DraftTree
-    acceptance: Acceptance
+    paths: list[list[int]]
+    tokens: list[list[int]]
+    is_broken: bool
     scores: NodeScores
-    for_host: Tensor | None = None
+
+    @classmethod
+    def by_graph(cls, table: Tensor) -> Accepted:
+        """What a graph has put together (`acceptance.for_host`)."""
+        paths, tokens, broken = [], [], []
+        for is_broken, count, bonus, *path in table.tolist():
+            nodes, drafts = path[: len(path) // 2], path[len(path) // 2 :]
+            paths.append(nodes[:count])
+            tokens.append([*drafts[1:count], bonus])
+            broken.append(is_broken)
+        return cls(paths, tokens, any(broken), {})
 
 
 class Acceptor:
-    """Acceptance of one round's drafts: what the target chooses is kept.
-
-    Processors that look at prefixes are asked only where the text goes.
+    """Acceptance of one round's drafts by eager code: what the target chooses is kept.
 
     Args:
         tree: drafts.
@@ -48,22 +56,31 @@ class Acceptor:
 
     def __init__(self, tree: DraftTree, logits: Tensor, batch: RoundBatch):
         self.tree, self.logits, self.batch = tree, logits, batch
-        self.host_sync_is_free = tree.tokens.device.type == "cpu"
         self.noise = batch.choosing.noise_for(batch, tree.max_depth + 1)  # (B, D + 1, V)
         self._scores: dict[tuple[int, int], Tensor] = {}  # processed ones of the nodes that were asked about alone
 
-    def accept(self) -> Accepted:
-        """What is accepted, and its scores."""
-        scored = [self._score_all_nodes(rule) for rule in self.batch.rules]
-        chosen = [
-            None if scores is None else self._choose_at_all_nodes(rule, scores)
-            for rule, scores in zip(self.batch.rules, scored, strict=True)
-        ]
-        at_once = [choice for choice in chosen if choice is not None]
-        if len(at_once) < len(chosen):
-            return Accepted(self.tree, self._walk_down(chosen), self._scores)
-        acceptance = self._accept_chosen(_joined(self.batch.rules, at_once))
-        return Accepted(self.tree, acceptance, scored[0] if len(scored) == 1 and scored[0] is not None else {})
+    def accept(self, is_broken: Tensor | None = None) -> Accepted:
+        """What is accepted. Waits for the device once, and for each node whose prefix processors look at.
+
+        Args:
+            is_broken: `(B, 1)` whether the drafter's scores are no numbers; `None`: it has made no draft.
+        """
+        asked: dict[int, ChoiceRule] = {}
+        choice = self.tree.tokens  # of rows that are asked it means nothing
+        found: NodeScores = self._scores
+        for rule in self.batch.rules:
+            scores = self._score_all_nodes(rule)
+            if scores is None:
+                asked |= dict.fromkeys(rule.places, rule)
+            else:
+                choice, found = rule.put(self._choose_at_all_nodes(rule, scores), choice), scores
+        numbers = [choice, self.tree.tokens, self.tree.parents]
+        if is_broken is not None:
+            numbers.append(is_broken.expand_as(choice))
+        table = torch.stack(numbers, dim=1).tolist()
+        walks = [self._walk(b, asked.get(b), *row[:3]) for b, row in enumerate(table)]
+        broken = is_broken is not None and any(row[3][0] for row in table)
+        return Accepted([path for path, _ in walks], [tokens for _, tokens in walks], broken, found)
 
     # --- at all nodes at once ------------------------------------------------------------------------------------
 
@@ -73,17 +90,16 @@ class Acceptor:
         `None` where processors want to see each prefix. On a CPU a repetition penalty does, too: to penalize the few
         tokens that are asked about takes less there than a mask over all.
         """
-        processing, choosing = rule.processing, self.batch.choosing
-        if not processing.scores_only:
-            asks_host = self.host_sync_is_free or not processing.warps_drafts
-            seen = None if asks_host else choosing.seen_before(self.batch)
-            if seen is None:
-                return None
-            at_nodes = seen_at_nodes(rule.of(seen), rule.of(self.tree.tokens), rule.of(self.tree.ancestors))
-            return processing.draft_warping.of_nodes(rule.of(self.logits), at_nodes)
-        if processing.is_empty and not rule.draws and not choosing.wants_scores:
-            return rule.of(self.logits)
-        return processing.draft_warping.of_nodes(rule.of(self.logits))
+        processing, choosing, tree = rule.processing, self.batch.choosing, self.tree
+        if processing.scores_only:
+            is_raw = processing.is_empty and not rule.draws and not choosing.wants_scores
+            return rule.of(self.logits) if is_raw else processing.draft_warping.of_nodes(rule.of(self.logits))
+        if not processing.warps_drafts or tree.tokens.device.type == "cpu":
+            return None
+        if (seen := choosing.seen_before(self.batch)) is None:
+            return None
+        at_nodes = seen_at_nodes(rule.of(seen), rule.of(tree.tokens), rule.of(tree.ancestors))
+        return processing.draft_warping.of_nodes(rule.of(self.logits), at_nodes)
 
     def _choose_at_all_nodes(self, rule: ChoiceRule, scores: Tensor) -> Tensor:
         """The target's token after every node, `(R, N)`."""
@@ -92,83 +108,37 @@ class Acceptor:
         noise = rule.of(self.noise)
         if not self.tree.is_chain:
             rows = torch.arange(len(scores), device=scores.device)[:, None]
-            noise = noise[rows, rule.of(self.tree.positions)]
+            noise = noise[rows, rule.of(self.tree.depths)]
         return rule.choose(scores, noise)
-
-    def _accept_chosen(self, choice: Tensor) -> Acceptance:
-        if self.tree.is_chain or not self.host_sync_is_free:
-            return accept_chosen(self.tree, choice)
-        chosen = choice.tolist()  # a walk over lists takes less than half of what a CPU needs for 20 operations
-        return accept_tree_walk(
-            self.tree,
-            lambda rows, paths: [chosen[b][p[-1]] for b, p in zip(rows, paths, strict=True)],
-            self.batch.live,
-        )
 
     # --- where the text goes -------------------------------------------------------------------------------------
 
-    def _walk_down(self, chosen: Sequence[Tensor | None]) -> Acceptance:
-        """By the target's tokens after all nodes of each rule's rows, `(R, N)`; `None` where it is to be asked."""
-        known: dict[int, list[int]] = {}
-        rule_of = {b: rule for rule in self.batch.rules for b in rule.places}
-        for rule, choice in zip(self.batch.rules, chosen, strict=True):
-            known |= {} if choice is None else dict(zip(rule.places, choice.tolist(), strict=True))
+    def _walk(
+        self, b: int, asked: ChoiceRule | None, choice: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Accepted nodes and new tokens of a row.
 
-        def choose_after(walking: Sequence[int], paths: Sequence[list[int]]) -> list[int]:
-            path_of = dict(zip(walking, paths, strict=True))
-            tokens = {b: known[b][path[-1]] for b, path in path_of.items() if b in known}
-            for rule in self.batch.rules:
-                asked = {b: path for b, path in path_of.items() if b not in known and rule_of[b] is rule}
-                tokens |= self._ask(rule, asked) if asked else {}
-            return [tokens[b] for b in walking]
+        Args:
+            asked: the rule that says what the target chooses; `None`: `choice` does, the tokens after all nodes.
+            tokens, parents: of the nodes.
+        """
+        longest = self.tree.max_depth + 1
+        if asked is None:
+            path, bonus = accept_path(tokens, parents, lambda path: choice[path[-1]], longest)
+        elif b in self.batch.live:
+            ends = None if asked.ends is None else partial(asked.ends, b)
+            path, bonus = accept_path(tokens, parents, partial(self._ask, asked, b), longest, ends)
+        else:
+            path, bonus = [0], 0
+        return path, [*(tokens[node] for node in path[1:]), bonus]
 
-        def ends(b: int, nodes: int, token: int) -> bool:
-            return b not in known and (ends := rule_of[b].ends) is not None and ends(b, nodes, token)
-
-        return accept_tree_walk(self.tree, choose_after, self.batch.live, ends)
-
-    def _ask(self, rule: ChoiceRule, paths: dict[int, list[int]]) -> dict[int, int]:
-        """By place, the target's token after the last node of each path."""
-        batch, tokens, places = self.batch, self.tree.tokens, list(paths)
-        nodes, depths = [path[-1] for path in paths.values()], [len(path) - 1 for path in paths.values()]
-        prefixes = [batch.sequences.prefix(batch.rows[b], tokens[b, path[1:]]) for b, path in paths.items()]
-        rows = [rule.rows[b] for b in places]
-        if rule.code is not None and not any(depths):
-            for row, prefix in zip(rows, prefixes, strict=True):
-                rule.code.forget_before(row, prefix.shape[1])
-        logits = self.logits[places, nodes]
-        scores = rule.processing.row_scores(lambda i: prefixes[i], logits, rows, rule.code)  # (R, V)
-        self._scores |= zip(zip(places, nodes, strict=True), scores, strict=True)
-        noise = None if self.noise is None else self.noise[places, depths]
-        return dict(zip(places, rule.choose(scores, noise).tolist(), strict=True))
-
-
-def _joined(rules: Sequence[ChoiceRule], chosen: Sequence[Tensor]) -> Tensor:
-    """`(B, N)` of all rows, of `(R, N)` of each rule's."""
-    if len(rules) == 1:
-        return chosen[0]
-    order = [place for rule in rules for place in rule.places]
-    return torch.cat(list(chosen))[on_device([order.index(b) for b in range(len(order))], chosen[0].device)]
-
-
-def sync_accepted(accepted: Accepted, is_broken: Callable[[], Tensor]) -> tuple[list[list[int]], list[list[int]], bool]:
-    """The round's one wait for the device.
-
-    Args:
-        accepted: by the target.
-        is_broken: asked where no graph has said it: `()` whether the drafter's scores are no numbers.
-
-    Returns:
-        Accepted nodes and new tokens of each row, past the row's end too; whether what the drafter made is of no use.
-    """
-    tree, acceptance, _, packed = accepted
-    if packed is None:
-        packed = for_host(acceptance, tree.tokens, is_broken())
-    table = packed.tolist()
-    paths: list[list[int]] = []
-    emitted: list[list[int]] = []
-    for _, count, bonus, *rest in table:
-        nodes, tokens = rest[:count], rest[acceptance.path.shape[1] :]
-        paths.append(nodes)
-        emitted.append([*(tokens[node] for node in nodes[1:]), bonus])
-    return paths, emitted, any(row[0] for row in table)
+    def _ask(self, rule: ChoiceRule, b: int, path: list[int]) -> int:
+        """The target's token of a row after the last node of a path."""
+        batch, node, row = self.batch, path[-1], rule.rows[b]
+        prefix = batch.sequences.prefix(batch.rows[b], self.tree.tokens[b, path[1:]])
+        if rule.code is not None and len(path) == 1:
+            rule.code.forget_before(row, prefix.shape[1])
+        scores = rule.processing.row_scores(lambda _: prefix, self.logits[b, node : node + 1], [row], rule.code)
+        self._scores[b, node] = scores[0]
+        noise = None if self.noise is None else self.noise[b, len(path) - 1 : len(path)]
+        return int(rule.choose(scores, noise))

@@ -159,6 +159,10 @@ class ChoiceRule:
         """These rows of a tensor `(B, ...)`."""
         return tensor if len(self.places) == len(tensor) else tensor[self.index(tensor.device)]
 
+    def put(self, own: Tensor, whole: Tensor) -> Tensor:
+        """A tensor `(B, ...)` with these rows' `own (R, ...)` in their places."""
+        return own if len(self.places) == len(whole) else whole.index_copy(0, self.index(whole.device), own)
+
     def choose(self, scores: Tensor, noise: Tensor | None) -> Tensor:
         """Tokens `(...)` by processed scores `(..., V)` and, where they are drawn, noise of the same shape."""
         if self.draws:
@@ -173,6 +177,5 @@ def warp_drafts(rules: Sequence[ChoiceRule], scores: Tensor) -> Tensor:
     for rule in rules:
         processing = rule.processing
         if rule.draws and processing.fits_draft_vocabulary and not processing.is_empty:
-            index = rule.index(scores.device)
-            scores = scores.index_copy(0, index, processing.draft_warping(scores[index]))
+            scores = rule.put(processing.draft_warping(rule.of(scores)), scores)
     return scores

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,18 +23,18 @@ from ..drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from ..drafting.shape import DraftShape
 from ..graphs.graphs import Graphs
 from ..sampling.callers_code import CallersCode
-from ..sampling.draw import NOT_PLAIN, PositionNoise, choose
+from ..sampling.draw import NOT_PLAIN, PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
 from ..sampling.seen_tokens import SeenTokens
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock, SpeculationStats
 from ..targets.binding import TargetBinding
 from ..targets.prompt_forward import PromptForward
-from .accept import Accepted, sync_accepted
+from .accept import Accepted, Acceptor
 from .carried_cache import BEFORE_THE_ANSWER, CacheResume, CarriedCache
 from .choosing import ChoiceRule, RoundBatch
 from .pair_caches import PairCaches
 from .prefill import ChunkedPrefill, PrefillState
-from .round import Round, Written
+from .round import Round
 from .text import Sequences
 
 logger = logging.getLogger(__name__)
@@ -282,64 +281,45 @@ class SpeculativeDecoder:
 
     def first_token(self, prompts: PrefillState) -> None:
         """Write the token after each prompt, which no draft was made for."""
-        batch = self._batch()
-        chosen = self.choose_first(torch.stack(prompts.last_logits), batch)  # type: ignore[arg-type]
-        written = self._write([[token] for token in chosen], batch)
+        batch = RoundBatch(self.request, list(self.rows), self.unfinished_rows())
+        logits = torch.stack(prompts.last_logits)[:, None]  # type: ignore[arg-type]
+        self.request.begin(logits.shape[-1])
+        accepted = Acceptor(DraftTree.chain(self.sequences.prompts[batch.rows, -1:]), logits, batch).accept()
+        self._collect_scores(accepted, logits, batch)
+        written = self._write(accepted.tokens, batch)
         self.stage = Stage.COMMIT
         if self.caches.drafter is not None and self._goes_on:
             self.caches.drafter.absorb(*prompts.pair(written))
         self.let_ended_rows_go()
-
-    def choose_first(self, logits: Tensor, batch: RoundBatch) -> list[int]:
-        """First token of each row from `(B, V)`."""
-        request, rows = self.request, self.rows
-        scores = request.processing.row_scores(lambda b: self.sequences.prefix(rows[b]), logits, rows, request.code)
-        request.begin(scores.shape[-1])
-        noise = request.noise_for(batch, 1)
-        chosen = scores.argmax(-1) if noise is None else choose(scores, noise[:, 0])
-        self._collect({b: [(scores[b], logits[b])] for b in batch.live})
-        return chosen.tolist()
 
     # --- one round -----------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """One round: draft, verify, accept; from then on the text is longer, and the caches follow."""
         self.clock.begin_round()
-        self.stage, batch = Stage.DRAFT, self._batch()
-        batch = replace(batch, plan=self._plan(batch))
+        self.stage, live = Stage.DRAFT, self.unfinished_rows()
+        batch = RoundBatch(self.request, list(self.rows), live, self._plan(live))
         tree = self.round.draft(batch)
         self.stage = Stage.VERIFY
         verified = self.round.verify(tree)
         accepted = self.round.accept(tree, verified, batch)
-        paths, emitted, is_broken = sync_accepted(accepted, partial(self._is_broken, tree, batch))
-        self.clock.note_wait(self.round.num_graphs)
-        if is_broken:
+        if accepted.is_broken:
             stats = self.request.stats
             stats.events.append(DraftEvent(stats.accepted + stats.rounds, "stop", NOT_A_NUMBER))
             logger.warning("eagle31: %s", NOT_A_NUMBER)
             self.stop_drafting()
-        self._collect_scores(accepted, verified.logits, paths, batch)
-        written = Written(paths, self._write(emitted, batch))
+        self._collect_scores(accepted, verified.logits, batch)
+        written = self._write(accepted.tokens, batch)
         self.stage = Stage.COMMIT
-        self._record(tree, [len(paths[b]) - 1 for b in batch.live], batch)
+        self._record(tree, [len(accepted.paths[b]) - 1 for b in live], batch)
         if self._goes_on:
             self.round.commit(accepted, verified, written)
         self.let_ended_rows_go()
         self.clock.end_round()
 
-    def _is_broken(self, tree: DraftTree, batch: RoundBatch) -> Tensor:
-        """`()` whether the drafter's scores were no numbers; not so where it has made no draft."""
-        session, plan = self.caches.drafter, batch.plan
-        if session is None or plan is None or plan.tokens is not None or tree.size == 1:
-            return torch.zeros((), dtype=torch.bool, device=tree.tokens.device)
-        return session.root.logits[:, 0, :1].isnan().any()
-
-    def _batch(self) -> RoundBatch:
-        return RoundBatch(self.request, list(self.rows), self.unfinished_rows())
-
-    def _plan(self, batch: RoundBatch) -> DraftPlan | None:
+    def _plan(self, live: Sequence[int]) -> DraftPlan | None:
         """What the policy wants of this round; it is not asked where nothing can be drafted."""
-        live_rows = [self.rows[b] for b in batch.live]
+        live_rows = [self.rows[b] for b in live]
         remaining = max(self.sequences.remaining_tokens(row) for row in live_rows)
         if remaining < 2 or self.largest.depth < 1:
             return None
@@ -417,15 +397,12 @@ class SpeculativeDecoder:
 
     # --- scores that the call wants ------------------------------------------------------------------------------
 
-    def _collect_scores(self, accepted: Accepted, logits: Tensor, paths: list[list[int]], batch: RoundBatch) -> None:
-        scores = accepted.scores
-        if self.request.keep_scores or self.request.keep_logits:
-            self._collect({b: [(scores[b, node], logits[b, node]) for node in paths[b]] for b in batch.live})
-
-    def _collect(self, steps: dict[int, list[tuple[Tensor, Tensor]]]) -> None:
-        """Keep `(scores, logits)` of the tokens that live rows are about to get, if asked to."""
-        for row, taken in ((self.rows[b], each) for b, each in steps.items()):
-            if self.request.keep_scores:
-                self.sequences.scores[row].extend(scores for scores, _ in taken)
-            if self.request.keep_logits:
-                self.sequences.logits[row].extend(logits.float() for _, logits in taken)
+    def _collect_scores(self, accepted: Accepted, logits: Tensor, batch: RoundBatch) -> None:
+        """Keep scores of the tokens that live rows are about to get, if asked to."""
+        request, scores = self.request, accepted.scores
+        for b in batch.live if request.wants_scores else ():
+            for node in accepted.paths[b]:
+                if request.keep_scores:
+                    self.sequences.scores[self.rows[b]].append(scores[b, node])
+                if request.keep_logits:
+                    self.sequences.logits[self.rows[b]].append(logits[b, node].float())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -36,23 +35,6 @@ from .pair_caches import PairCaches
 
 LIVE_SHARE = 0.25
 """Share of a batch by graphs that must need tokens for the others to stay in it; measured on a small pair only."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """What the text got of a round, by row of the caches.
-
-    Attributes:
-        paths: accepted nodes, the root first; more of them than tokens were written where the text ended.
-        tokens: written ones, none for a row that stands still.
-    """
-
-    paths: list[list[int]]
-    tokens: list[list[int]]
-
-    @property
-    def counts(self) -> list[int]:
-        return [len(tokens) for tokens in self.tokens]
 
 
 class Round:
@@ -161,16 +143,26 @@ class Round:
     # --- accept --------------------------------------------------------------------------------------------------
 
     def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
-        """What the target says to the drafts. Waits for the device only where that is free."""
+        """What the target says to the drafts. The host waits for the device here, and nowhere else in a round."""
         self._ahead, step = None, self._round_step(batch)
         if self.drafting is not None and step is not None and verified.aux is not None:
             with self.clock.phase("draft"):
                 chosen_by = _chosen_by(batch, step.looks_ahead)
                 self._ahead = step.advance(self.drafting, tree, verified.logits, verified.aux, chosen_by)
         if self._ahead is None:
-            return Acceptor(tree, verified.logits, batch).accept()
-        self._made_for = self.caches.target.placement.row_changes
-        return Accepted(tree, self._ahead.acceptance, {}, self._ahead.for_host)
+            accepted = Acceptor(tree, verified.logits, batch).accept(self._is_broken(batch))
+        else:
+            self._made_for = self.caches.target.placement.row_changes
+            accepted = Accepted.by_graph(self._ahead.for_host)
+        self.clock.note_wait(self.num_graphs)
+        return accepted
+
+    def _is_broken(self, batch: RoundBatch) -> Tensor | None:
+        """`(B, 1)` whether the scores that drafts were chosen by are no numbers; `None`: the drafter has made none."""
+        session, plan = self.caches.drafter, batch.plan
+        if session is None or plan is None or plan.tokens is not None or batch.draft_depth < 1:
+            return None
+        return session.root.logits[:, 0, :1].isnan()
 
     def _round_step(self, batch: RoundBatch) -> RoundStep | None:
         """What accepts drafts of the planned shape and makes the next ones, where scores are of no other use."""
@@ -185,16 +177,21 @@ class Round:
 
     # --- commit --------------------------------------------------------------------------------------------------
 
-    def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
-        """Keep what was written in the target's cache; by its next draft the drafter has read it, too."""
+    def commit(self, accepted: Accepted, verified: TargetOutput, written: Sequence[Sequence[int]]) -> None:
+        """Keep what was written in the target's cache; by its next draft the drafter has read it, too.
+
+        Args:
+            written: tokens of each row: fewer than accepted ones where its text has ended, none where it stands still.
+        """
+        counts = [len(tokens) for tokens in written]
         keeping = self.caches.target if self.verification is None else self.verification
-        keeping.keep(written.paths, written.counts)
+        keeping.keep(accepted.paths, counts)
         ahead, session = self._ahead, self.caches.drafter
         if ahead is not None and session is not None:
             with self.clock.phase("draft"):
-                session.commit(ahead.state, None, written.counts, ahead.width)
+                session.commit(ahead.state, None, counts, ahead.width)
         else:
-            self._absorb(written.tokens, aux_of_path(accepted, verified.aux, max(written.counts)))
+            self._absorb(written, aux_of_path(accepted.paths, verified.aux, max(counts)))
 
     def _absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
         """Read this at once where drafts are made by graphs, else leave it to the next draft: before a pause that need
@@ -313,8 +310,10 @@ def given_chain(batch: RoundBatch, tokens: Sequence[Sequence[int]], depth: int) 
     return DraftTree.chain(torch.cat((batch.roots[:, None], drafted), dim=1))
 
 
-def aux_of_path(accepted: Accepted, aux: Tensor | None, width: int) -> Tensor | None:
-    """Hidden states `(B, width, A*Ht)` of the first nodes of each accepted path."""
-    if aux is None or accepted.tree.is_chain:
+def aux_of_path(paths: Sequence[Sequence[int]], aux: Tensor | None, width: int) -> Tensor | None:
+    """Hidden states of the first `width` nodes of each accepted path, of all nodes' `(B, N, A*Ht)`, in the first of as
+    many columns or more."""
+    if aux is None or all(node == place for path in paths for place, node in enumerate(path)):
         return aux
-    return accepted.acceptance.along(aux, width)
+    nodes = on_device([[*path, *[0] * width][:width] for path in paths], aux.device)
+    return aux.gather(1, nodes[:, :, None].expand(-1, -1, aux.shape[2]))

@@ -25,12 +25,11 @@ from ..drafting.draft_tree import DraftTree
 from ..drafting.plan import DraftPlan, RoundState, RoundStats
 from ..drafting.shape import DraftShape
 from ..errors import UnsupportedGenerationError
-from ..loop.accept import sync_accepted
 from ..loop.choosing import RoundBatch
 from ..loop.pair import Pair
 from ..loop.pair_caches import PairCaches, PooledCaches
 from ..loop.prefill import ChunkedPrefill, PrefillState
-from ..loop.round import Round, Written
+from ..loop.round import Round
 from ..stats import PhaseClock, SpeculationStats
 from .rows import NO_TOKEN, Rows, ServedText, choose_as_generate, logprobs_of
 from .text import Event, Request, Writer
@@ -206,13 +205,10 @@ class Batch:
         tree = self.rounds.draft(batch)
         verified = self.rounds.verify(tree)
         accepted = self.rounds.accept(tree, verified, batch)
-        paths, emitted, _ = sync_accepted(
-            accepted, lambda: torch.zeros((), dtype=torch.bool, device=tree.tokens.device)
-        )
-        self.clock.note_wait(self.rounds.num_graphs)
-        events = [self._write(b, tree, verified.logits, paths[b], emitted[b]) for b in rows]
+        paths = accepted.paths
+        events = [self._write(b, tree, verified.logits, paths[b], accepted.tokens[b]) for b in rows]
         kept = [list(event.tokens) or [0] for event in events]  # a row that fails leaves, whatever it holds
-        self.rounds.commit(accepted, verified, Written(paths, kept))
+        self.rounds.commit(accepted, verified, kept)
         counts = [len(path) - 1 for path in paths]
         if plan.skips or tree.max_depth:
             round_stats = RoundStats(plan, tree.max_depth, tuple(rows), tuple(counts), self.clock.round_s)

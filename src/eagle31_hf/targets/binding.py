@@ -287,12 +287,12 @@ class Verification:
         """Logits `(B, N, V)` and, while the binding captures them, hidden states `(B, N, A*Ht)` of every node."""
         assert tree.is_chain or not self.cache.has_states, "layers with states read chains"
         self.cache.place(tree.size, is_draft=True)
-        positions = self.cache.position_ids(tree.positions)
+        positions = self.cache.position_ids(tree.depths)
         return self.binding.forward(tree.tokens, positions, self.mask(tree), self.cache)
 
     def mask(self, tree: DraftTree) -> Tensor | dict[str, Tensor | None] | None:
         """Which nodes see which: what the target takes as `attention_mask` for the placed tree."""
-        ancestors, depths = (None, None) if tree.is_chain else (tree.ancestors, tree.positions)
+        ancestors, depths = (None, None) if tree.is_chain else (tree.ancestors, tree.depths)
         return self.cache.attention_mask(ancestors, depths, self.binding.compute_dtype)
 
 
