@@ -29,7 +29,7 @@ from eagle31_hf.cache.stock import CACHE_ARGUMENT, refill_stock_layers
 from eagle31_hf.drafter.dynamic import grow_tree
 from eagle31_hf.drafter.session import DraftState
 from eagle31_hf.drafting.draft_tree import DraftTree
-from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
+from eagle31_hf.drafting.plan import REST, DraftPlan, DraftPolicy, ReadTexts
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.graphs import captured
 from eagle31_hf.loop import decoder, kept_graphs
@@ -231,28 +231,27 @@ class SwitchingPolicy(DraftPolicy):
         self.shape, self.dice = shape, random.Random(seed)
         self.kinds: set[str] = set()
 
-    def next_draft(self, state: RoundState) -> DraftPlan:
+    def next_draft(self, rows: Sequence[int], texts: ReadTexts | None, remaining: int) -> DraftPlan:
         """Something else."""
         kind = self.dice.choice(("none", "cut", "whole", "chain", "given"))
         self.kinds.add(kind)
         depth = self.dice.randint(1, self.shape.depth)
         if kind == "none":
-            return DraftPlan.skip()
+            return REST
         if kind == "cut":
             return DraftPlan(self.shape.cut_to(depth))
         if kind == "chain":
             return DraftPlan(DraftShape(depth=depth))
         if kind == "given":
-            rows = [self._air(state, row, depth) for row in state.rows]
-            return DraftPlan(DraftShape(depth=depth), tokens=tuple(rows))
+            chains = [self._air(texts.text(row), depth) for row in rows]
+            return DraftPlan(DraftShape(depth=depth), tokens=tuple(chains))
         return DraftPlan(self.shape)
 
-    def _air(self, state: RoundState, row: int, depth: int) -> tuple[int, ...]:
+    def _air(self, text: Sequence[int], depth: int) -> tuple[int, ...]:
         """Tokens the text has already, so that some of them are right."""
-        text = state.sequences.text(row)
         return tuple(self.dice.choice(text) for _ in range(self.dice.randint(1, depth)))
 
-    def record(self, stats: RoundStats) -> None:
+    def record(self, *_round: Any) -> None:
         """Learns nothing."""
 
 

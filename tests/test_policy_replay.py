@@ -9,7 +9,7 @@ import torch
 from policy_replay import MACHINES, DraftTrace, Machine, compare, planned, read_kept, replay
 from policy_texts import as_row
 
-from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
+from eagle31_hf.drafting.plan import REST, DraftPlan, DraftPolicy
 from eagle31_hf.drafting.shape import DraftShape
 
 MACHINE = Machine(((1, 1.0), (2, 1.25), (3, 1.25), (4, 1.5)), drafter_step_s=0.125, absorb_s=0.25)
@@ -22,20 +22,20 @@ class Told(DraftPolicy):
         self.plans, self.told = plans, []
         self.seen: list[int] = []
 
-    def next_draft(self, state: RoundState) -> DraftPlan:
-        self.seen.append(len(state.sequences.new[0]))
+    def next_draft(self, rows, texts, remaining) -> DraftPlan:
+        self.seen.append(len(texts.new[0]))
         return self.plans[len(self.told)]
 
-    def record(self, stats: RoundStats) -> None:
-        self.told.append((stats.depth, *stats.accepted))
+    def record(self, plan, depth, rows, accepted, seconds) -> None:
+        self.told.append((depth, *accepted))
 
 
 def test_rounds_and_seconds_by_hand() -> None:
     chain = DraftPlan(DraftShape(3))
     lookup = DraftPlan(DraftShape(2), tokens=((15, 99),))
-    policy = Told([chain, DraftPlan.skip(), lookup, chain, chain])
+    policy = Told([chain, REST, lookup, chain, chain])
     trace = DraftTrace((2, 0, 0, 9, 9, 0, 9, 0, 9, 9), prompt=(7, 8), written=tuple(range(11, 21)))
-    found = replay(policy, trace, MACHINE, DraftShape(3))
+    found = replay(policy, trace, MACHINE)
     # Written: 3 tokens by a chain that was right twice, 1 at rest, 2 by a lookup right once, 4 by a whole chain.
     assert found.rounds == [(0, 3, 2, False), (3, 0, 0, False), (4, 2, 1, True), (6, 3, 3, False)]
     assert found.counts == (4, 8, 6, 1, 1, found.seconds)
@@ -47,9 +47,9 @@ def test_rounds_and_seconds_by_hand() -> None:
 def test_a_draft_waits_for_the_drafter_to_read_after_a_rest_alone() -> None:
     one, lookup = DraftPlan(DraftShape(1)), DraftPlan(DraftShape(1), tokens=((99,),))
     trace = DraftTrace((0,) * 4, written=(1, 2, 3, 4))
-    rested = replay(Told([DraftPlan.skip(), one, one]), trace, MACHINE, DraftShape(3))
+    rested = replay(Told([REST, one, one]), trace, MACHINE)
     assert rested.seconds == 1.0 + (0.25 + 1.5) + 1.5 + 1.0
-    looked_up = replay(Told([one, lookup, one, one]), trace, MACHINE, DraftShape(3))
+    looked_up = replay(Told([one, lookup, one, one]), trace, MACHINE)
     assert looked_up.seconds == 1.5 + 1.25 + 1.5 + 1.0
 
 
@@ -105,6 +105,6 @@ def test_an_untrained_drafter_costs_the_planner_little(name: str) -> None:
 def test_a_policy_that_never_drafts_has_the_speed_of_plain_decoding() -> None:
     text = read_kept()[0][0]
     for machine in MACHINES.values():
-        never = Told([DraftPlan.skip()] * len(text))
-        found = replay(never, text, machine, DraftShape(12))
+        never = Told([REST] * len(text))
+        found = replay(never, text, machine)
         assert found.seconds == pytest.approx(text.plain_s(machine))

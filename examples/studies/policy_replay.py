@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from eagle31_hf.drafting.costs import WIDTH, WIDTH_IN_HALF, WIDTH_ON_CPU, RoundCosts
-from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
+from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy
 from eagle31_hf.drafting.planner import Planner
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.loop.text import Sequences, StopRules
@@ -168,7 +168,6 @@ def replay(
     policy: DraftPolicy,
     trace: DraftTrace,
     machine: Machine,
-    largest: DraftShape,
     *,
     clock: Callable[[], float] = lambda: 1.0,
 ) -> ReplayedText:
@@ -179,7 +178,6 @@ def replay(
     Args:
         policy: a new one, as for a generation of its own.
         machine: what rounds cost.
-        largest: the largest draft that the policy is offered.
         clock: by how much the seconds that the policy is given exceed those of the table, as on a busy machine.
     """
     tokens = trace.written or (0,) * len(trace)
@@ -190,8 +188,7 @@ def replay(
     missed = False  # whether the drafter has not read what the last round wrote
     while len(new) < len(tokens):
         remaining = len(tokens) - len(new)
-        state = RoundState(largest, [0], sequences, remaining)
-        plan = policy.next_draft(state) if remaining > 1 else None
+        plan = policy.next_draft([0], sequences, remaining) if remaining > 1 else None
         done = _round(plan, trace, len(new), remaining)
         rounds.append(done)
         round_s = machine.seconds(done.drafted, looked_up=done.looked_up)
@@ -201,7 +198,7 @@ def replay(
         seconds += round_s
         new.extend(tokens[done.at : done.at + done.accepted + 1])
         if plan is not None:
-            policy.record(RoundStats(plan, done.drafted, (0,), (done.accepted,), round_s * clock()))
+            policy.record(plan, done.drafted, [0], [done.accepted], round_s * clock())
     return ReplayedText(seconds, rounds)
 
 
@@ -244,7 +241,7 @@ def planned(texts: Sequence[DraftTrace], machine: Machine) -> list[Counts]:
     lengths, found = (shape.depth,) if machine.graphs else (), []
     for text in texts:
         planner = Planner(shape, lambda _rows, drafter=text.drafter: costs[drafter], lengths=lengths)
-        found.append(replay(planner, text, machine, shape).counts)
+        found.append(replay(planner, text, machine).counts)
     return found
 
 

@@ -16,7 +16,6 @@ from policy_replay import DraftTrace, ReplayedText, replay
 
 import eagle31_hf.drafting
 from eagle31_hf.drafting.costs import WIDTH, WIDTH_IN_HALF, RoundCosts
-from eagle31_hf.drafting.plan import RoundState, RoundStats
 from eagle31_hf.drafting.planner import LONGEST_REST, Planner, Steering, steer
 from eagle31_hf.drafting.shape import DraftShape
 
@@ -33,7 +32,7 @@ def write(
     width = WIDTH_IN_HALF if machine == "bfloat16" else WIDTH
     costs = costs or RoundCosts(0.1, shape.depth, width)
     planner = Planner(shape, lambda rows: costs, **how)
-    return replay(planner, trace, COSTS[machine], shape, clock=clock)
+    return replay(planner, trace, COSTS[machine], clock=clock)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,13 +142,12 @@ def test_asking_twice_changes_nothing(seed: int, schedule: str, doubt: float) ->
     costs = RoundCosts(0.1, 6)
     planner = Planner(shape, lambda rows: costs, schedule=schedule)
     for _ in range(40):
-        state = RoundState(shape, [0], None, 100)
-        plan = planner.next_draft(state)
-        assert planner.next_draft(state) == plan
+        plan = planner.next_draft([0], None, 100)
+        assert planner.next_draft([0], None, 100) == plan
         assert 0 <= plan.shape.depth <= 6
         drafted = plan.shape.depth and dice.randint(1, plan.shape.depth)
         accepted = dice.randint(0, drafted)
-        planner.record(RoundStats(plan, drafted, (0,), (accepted,), dice.random()))
+        planner.record(plan, drafted, [0], [accepted], dice.random())
 
 
 def test_one_way_with_one_sequence() -> None:

@@ -9,7 +9,6 @@ import pytest
 from transformers import LogitsProcessorList, Qwen3MoeConfig
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.drafting.plan import RoundState
 from eagle31_hf.drafting.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape
 from eagle31_hf.graphs import captured
 from eagle31_hf.loop.pair import Pair, draft_shape, longest_worthwhile, step_share
@@ -77,7 +76,7 @@ def test_a_doubt_that_is_asked_for_ends_chains(schedule: str) -> None:
     with configured(drafter_of("llama"), acceleration="eager", **asked) as drafter:
         processing = ScoreProcessing(LogitsProcessorList())
         drafts = Pair.of(drafter).drafting(rows=1, sampled=False, processing=processing, new_tokens=64)
-    plan = drafts.planner.next_draft(RoundState(drafts.shape, [0], None, 64))
+    plan = drafts.planner.next_draft([0], None, 64)
     assert (drafts.shape.min_confidence, plan.shape.min_confidence) == (0.9, 0.9)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from .shape import DraftShape
 
@@ -27,75 +27,53 @@ class ReadTexts(Protocol):
         """Which text this is, in every round."""
 
 
-class RoundState(NamedTuple):
-    """What a policy may look at before a round.
-
-    Attributes:
-        largest: the largest draft there is room for; a plan that asks for more is cut to it.
-        rows: rows of `sequences` that need tokens, in the order of the batch.
-        sequences: prompts and what was written so far; not to be changed. `None` where a server's batch has a drafter.
-        remaining_tokens: most tokens that one of these rows may still get.
-    """
-
-    largest: DraftShape
-    rows: Sequence[int]
-    sequences: ReadTexts | None
-    remaining_tokens: int
-
-
 @dataclass(frozen=True)
 class DraftPlan:
     """What to draft in one round.
 
     Attributes:
         shape: depth 0 drafts nothing; what is written meanwhile the drafter reads when its turn comes.
-        tokens: drafts that are there already instead of the drafter's, one chain per row of `RoundState.rows`, of any
-            length up to `shape.depth` (prompt lookup).
-        skips: nothing is drafted because it would be in vain (`stats.skipped_rounds` counts these).
+        tokens: drafts that are there already instead of the drafter's, one chain for each row that was asked for, of
+            any length up to `shape.depth` (prompt lookup).
     """
 
     shape: DraftShape
     tokens: tuple[tuple[int, ...], ...] | None = None
-    skips: bool = False
 
-    @staticmethod
-    def skip() -> DraftPlan:
-        """Draft nothing: one token per row, as plain decoding."""
-        return _SKIPS
-
-
-_SKIPS = DraftPlan(DraftShape(depth=0), skips=True)
+    @property
+    def skips(self) -> bool:
+        """Whether nothing is drafted, because it would be in vain: one token per row, as plain decoding."""
+        return self.shape.depth == 0
 
 
-class RoundStats(NamedTuple):
-    """What became of a plan.
-
-    Attributes:
-        plan: as it was made; the draft may have been shorter (a text's end, doubt, less memory).
-        depth: deepest draft position that was verified.
-        rows: rows of the text that needed tokens.
-        accepted: draft tokens that each of them accepted.
-        seconds: that the round took; 0 where that was not looked at.
-    """
-
-    plan: DraftPlan
-    depth: int
-    rows: tuple[int, ...]
-    accepted: tuple[int, ...]
-    seconds: float = 0.0
+REST = DraftPlan(DraftShape(depth=0))
+"""Draft nothing."""
 
 
 class DraftPolicy(Protocol):
-    """One generation's decisions; see the module.
+    """The decisions for one generation; see the module.
 
     Asked in every round in which something may be drafted. A round that memory failed is asked about again without
-    having been recorded, so `next_draft` must not count how often it is called.
+    having been recorded: asking twice changes nothing.
     """
 
-    def next_draft(self, state: RoundState) -> DraftPlan:
-        """What to draft in the coming round."""
+    def next_draft(self, rows: Sequence[int], texts: ReadTexts | None, remaining: int) -> DraftPlan:
+        """What to draft in the coming round.
+
+        Args:
+            rows: of the texts, those that need tokens, in the order of the batch.
+            texts: prompts and what was written so far; `None` where a server's batch has a drafter.
+            remaining: most tokens that one of these rows may still get.
+        """
         ...
 
-    def record(self, stats: RoundStats) -> None:
-        """Learn what became of it."""
+    def record(self, plan: DraftPlan, depth: int, rows: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
+        """Learn what became of a plan.
+
+        Args:
+            depth: deepest draft position that was verified: the draft may have been shorter (a text's end, doubt).
+            rows: that needed tokens.
+            accepted: draft tokens that each of them accepted.
+            seconds: that the round took; 0 where that was not looked at.
+        """
         ...

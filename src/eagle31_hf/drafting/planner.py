@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .costs import RoundCosts
 from .lookup import KEEP, LookupRates, RepeatingText
-from .plan import DraftPlan, ReadTexts, RoundState, RoundStats
+from .plan import REST, DraftPlan, ReadTexts
 from .shape import DraftShape
 
 FIRST_RATE, FIRST_WEIGHT = 0.7, 2.0
@@ -111,8 +111,7 @@ def steer(state: Steering, whole: float, wanted: float, longest: int) -> Steerin
 
 
 class Planner:
-    """The decisions for one text, or for a batch whose rows share their rounds: asked before each round with a draft,
-    told what became of it after. A round that memory failed is asked about again: asking twice changes nothing.
+    """The decisions for one text, or for a batch whose rows share their rounds (`plan.DraftPolicy`).
 
     Args:
         shape: the largest draft.
@@ -153,18 +152,18 @@ class Planner:
 
     # --- before a round -------------------------------------------------------------------------------------------
 
-    def next_draft(self, state: RoundState) -> DraftPlan:
-        """What to draft."""
-        self._rows = len(state.rows)
+    def next_draft(self, rows: Sequence[int], texts: ReadTexts | None, remaining: int) -> DraftPlan:
+        """What to draft in the coming round."""
+        self._rows = len(rows)
         self.costs = self._costs_of(self._rows)
         depth = 0 if self.rests or self._times_plain() else self._next_length()
-        chances = self._look_up(state)
+        chances = self._look_up(rows, texts, remaining)
         if any(chances):
             length, lead = self._best_lookup(chances)
             if lead > self._tokens(depth) - self._speed() * self.costs.drafted(depth):
                 tokens = tuple(text.offered.tokens[:length] for text in self._texts.values())
-                return DraftPlan(DraftShape(length), tokens=tokens)
-        return DraftPlan(self._shape(depth)) if depth else DraftPlan.skip()
+                return DraftPlan(DraftShape(length), tokens)
+        return DraftPlan(self._shape(depth)) if depth else REST
 
     @property
     def rests(self) -> bool:
@@ -224,16 +223,15 @@ class Planner:
 
     # --- drafts from the text itself ------------------------------------------------------------------------------
 
-    def _look_up(self, state: RoundState) -> list[float]:
+    def _look_up(self, rows: Sequence[int], texts: ReadTexts | None, remaining: int) -> list[float]:
         """Chance of each token that the texts offer; nothing where a drafter drafts for several rows."""
-        texts, rows = state.sequences, state.rows
         self._asked = texts
         if texts is None or self._is_constant or (self._has_drafter and len(rows) > 1):
             self._texts = {}
             return []
         # Only these are kept: texts that have left are forgotten.
         self._texts = {texts.identity(row): self._text(texts, row) for row in rows}
-        longest = min(self.costs.longest, state.largest.nodes - 1, state.remaining_tokens - 1)
+        longest = min(self.shape.nodes, remaining) - 1
         for text, row in zip(self._texts.values(), rows, strict=True):
             text.look_up(texts.new[row], longest)
         by_row = zip(*(text.reach(longest) for text in self._texts.values()), strict=True)
@@ -252,17 +250,17 @@ class Planner:
 
     # --- after a round --------------------------------------------------------------------------------------------
 
-    def record(self, stats: RoundStats) -> None:
+    def record(self, plan: DraftPlan, depth: int, rows: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
         """Learn what became of a plan."""
-        plan, tokens = stats.plan, 1.0 + sum(stats.accepted) / len(stats.accepted)
-        drafted = stats.depth if plan.tokens is None else 0
-        if stats.seconds > 0.0:
-            self.costs.record((drafted > 0, stats.depth), stats.seconds)
-        self._judge_lookups(stats.rows)
-        if stats.depth:
+        tokens = 1.0 + sum(accepted) / len(accepted)
+        drafted = depth if plan.tokens is None else 0
+        if seconds > 0.0:
+            self.costs.record((drafted > 0, depth), seconds)
+        self._judge_lookups(rows)
+        if depth:
             self._tell_source("drafter" if drafted else "prompt lookup")
         if drafted:
-            self._record_drafts(plan.shape, drafted, stats.accepted, tokens)
+            self._record_drafts(plan.shape, drafted, accepted, tokens)
         elif self._rest_left > 0:
             self._rest_left = max(self._rest_left - round(tokens), 0)
 

@@ -71,12 +71,6 @@ class DraftShape:
         """Its deepest path alone."""
         return replace(self, top_k=1, size=0) if self.is_tree else self
 
-    def within(self, largest: DraftShape) -> DraftShape:
-        """This shape, or what of it has room where `largest` has."""
-        if self is largest or (self.nodes <= largest.nodes and self.draft_block <= largest.draft_block):
-            return self
-        return largest if self.is_tree else self.cut_to(largest.nodes - 1)
-
     def cut_to(self, depth: int) -> DraftShape:
         """This shape with no more than `depth` levels."""
         if depth >= self.depth:

@@ -12,7 +12,7 @@ import torch
 from ..cache import graph_sizes
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
-from ..drafting.plan import DraftPlan, RoundState, RoundStats
+from ..drafting.plan import REST, DraftPlan
 from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
 from ..graphs.captured import CAPTURES
@@ -95,10 +95,10 @@ def _write(
     drafter: Assistant, length: int, shape: DraftShape, processing: ScoreProcessing, graphs: Graphs, *, sampled: bool
 ) -> None:
     """A few rounds of each kind, which draft nothing, what the drafter drafts, and what was there already."""
-    binding, rest = drafter.binding, DraftPlan.skip()
-    looked_up = DraftPlan(DraftShape(shape.nodes - 1), tokens=((0,) * (shape.nodes - 1),)) if shape.depth else rest
+    binding = drafter.binding
+    looked_up = DraftPlan(DraftShape(shape.nodes - 1), tokens=((0,) * (shape.nodes - 1),)) if shape.depth else REST
     drafted = DraftPlan(shape) if isinstance(drafter, Eagle31Drafter) else looked_up
-    plans = rest, looked_up, drafted, drafted, looked_up, drafted, rest, drafted
+    plans = REST, looked_up, drafted, drafted, looked_up, drafted, REST, drafted
     ids = (torch.arange(length)[None] * 7 % binding.text_config.vocab_size).to(binding.input_device)
     request = DecodingRequest(
         sequences=Sequences(ids, [0], StopRules(max_length=length + NEW_TOKENS), None),
@@ -122,11 +122,11 @@ class InTurn:
     def __init__(self, *plans: DraftPlan):
         self._plans, self._rounds = plans, 0
 
-    def next_draft(self, state: RoundState) -> DraftPlan:
+    def next_draft(self, *_state: Any) -> DraftPlan:
         """The next one."""
         return self._plans[self._rounds % len(self._plans)]
 
-    def record(self, stats: RoundStats) -> None:
+    def record(self, *_round: Any) -> None:
         """Counts, and learns nothing."""
         self._rounds += 1
 

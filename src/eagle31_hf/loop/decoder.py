@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..drafter.assistant import Assistant
 from ..drafting.draft_tree import DraftTree
-from ..drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
+from ..drafting.plan import DraftPlan, DraftPolicy
 from ..drafting.shape import DraftShape
 from ..graphs.graphs import Graphs
 from ..sampling.callers_code import CallersCode
@@ -311,7 +311,7 @@ class SpeculativeDecoder:
         self._collect_scores(accepted, verified.logits, batch)
         written = self._write(accepted.tokens, batch)
         self.stage = Stage.COMMIT
-        self._record(tree, [len(accepted.paths[b]) - 1 for b in live], batch)
+        self.round.record(self.request.policy, tree, batch, accepted)
         if self._goes_on:
             self.round.commit(accepted, verified, written)
         self.let_ended_rows_go()
@@ -323,19 +323,7 @@ class SpeculativeDecoder:
         remaining = max(self.sequences.remaining_tokens(row) for row in live_rows)
         if remaining < 2 or self.largest.depth < 1:
             return None
-        plan = self.request.policy.next_draft(RoundState(self.largest, live_rows, self.sequences, remaining))
-        shape = plan.shape.within(self.largest)
-        return plan if shape is plan.shape else replace(plan, shape=shape)
-
-    def _record(self, tree: DraftTree, accepted: list[int], batch: RoundBatch) -> None:
-        stats, plan, depth, nodes = self.request.stats, batch.plan, tree.max_depth, tree.size - 1
-        looked_up = plan is not None and plan.tokens is not None
-        stats.record_round(depth=depth, nodes=nodes, accepted=accepted, looked_up=looked_up)
-        if plan is not None:
-            stats.skipped_rounds += plan.skips
-            rows = tuple(self.rows[b] for b in batch.live)
-            seconds = self.clock.round_s
-            self.request.policy.record(RoundStats(plan, depth, rows, tuple(accepted), seconds))
+        return self.request.policy.next_draft(live_rows, self.sequences, remaining)
 
     def _write(self, emitted: list[list[int]], batch: RoundBatch) -> list[list[int]]:
         """Add each live row's new tokens to the text. Returns those of them that come before the row's end."""

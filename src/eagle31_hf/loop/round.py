@@ -22,6 +22,7 @@ from ..drafter.propose import DraftChoice, DraftScores, DraftStepper, propose_ch
 from ..drafter.session import absorbed
 from ..drafting.draft_tree import DraftTree
 from ..drafting.host_numbers import on_device
+from ..drafting.plan import DraftPolicy
 from ..drafting.shape import DraftShape
 from ..graphs.draft_graphs import ChosenBy, CompiledDrafting, GraphChoice
 from ..graphs.graphs import Graphs
@@ -207,6 +208,16 @@ class Round:
                 session.put_off(tokens, aux if aux.shape[1] == width else aux.narrow(1, 0, width))
             else:
                 session.absorb(*absorbed(tokens, aux))
+
+    def record(self, policy: DraftPolicy, tree: DraftTree, batch: RoundBatch, accepted: Accepted) -> None:
+        """Count the round, and tell the policy what became of its plan."""
+        stats, plan, depth = self.choosing.stats, batch.plan, tree.max_depth
+        counts = [len(accepted.paths[b]) - 1 for b in batch.live]
+        looked_up = plan is not None and plan.tokens is not None
+        stats.record_round(depth=depth, nodes=tree.size - 1, accepted=counts, looked_up=looked_up)
+        if plan is not None:
+            stats.skipped_rounds += plan.skips
+            policy.record(plan, depth, [batch.rows[b] for b in batch.live], counts, self.clock.round_s)
 
     # --- rows ----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.session import DraftSession, DraftState
 from ..drafting.draft_tree import DraftTree
-from ..drafting.plan import DraftPlan, RoundState, RoundStats
+from ..drafting.plan import DraftPlan
 from ..drafting.shape import DraftShape
 from ..errors import UnsupportedGenerationError
 from ..loop.choosing import RoundBatch
@@ -196,12 +196,10 @@ class Batch:
         """Draft, verify, accept and commit for all texts; those that have ended leave. What each of them got."""
         self.clock.begin_round()
         rows = range(len(self.texts))
-        batch = RoundBatch(self._rows, rows, rows)
         remaining, held = max(text.writer.remaining for text in self.texts), self.caches.target
         if held.has_states and not min(held.lengths):
             remaining = 1  # states begin with the one token of a prompt, not with drafts behind it
-        plan = self._plan(rows, remaining)
-        batch = replace(batch, plan=plan)
+        batch = RoundBatch(self._rows, rows, rows, self._plan(rows, remaining))
         tree = self.rounds.draft(batch)
         verified = self.rounds.verify(tree)
         accepted = self.rounds.accept(tree, verified, batch)
@@ -209,13 +207,7 @@ class Batch:
         events = [self._write(b, tree, verified.logits, paths[b], accepted.tokens[b]) for b in rows]
         kept = [list(event.tokens) or [0] for event in events]  # a row that fails leaves, whatever it holds
         self.rounds.commit(accepted, verified, kept)
-        counts = [len(path) - 1 for path in paths]
-        if plan.skips or tree.max_depth:
-            round_stats = RoundStats(plan, tree.max_depth, tuple(rows), tuple(counts), self.clock.round_s)
-            self.planner.record(round_stats)
-        looked_up, nodes = plan.tokens is not None, tree.size - 1
-        self.stats.record_round(depth=tree.max_depth, nodes=nodes, accepted=counts, looked_up=looked_up)
-        self.stats.skipped_rounds += plan.skips
+        self.rounds.record(self.planner, tree, batch, accepted)
         self.stats.new_tokens += sum(len(event.tokens) for event in events)
         brought = list(zip(list(self.texts), events, strict=True))
         for text, event in brought:
@@ -224,13 +216,12 @@ class Batch:
         self.clock.end_round()
         return brought
 
-    def _plan(self, rows: Sequence[int], remaining: int) -> DraftPlan:
+    def _plan(self, rows: Sequence[int], remaining: int) -> DraftPlan | None:
         """What to draft for these rows, of which one may get `remaining` tokens; the round cuts the draft to that."""
-        shape = self._rows.shape
-        if remaining < 2 or not shape.depth:
-            return DraftPlan(DraftShape(0))
+        if remaining < 2 or not self._rows.shape.depth:
+            return None
         read = None if isinstance(self.drafter, Eagle31Drafter) else self._rows
-        return self.planner.next_draft(RoundState(shape, rows, read, remaining))
+        return self.planner.next_draft(rows, read, remaining)
 
     def leave(self, text: ServedText, *, trusted: bool = True) -> None:
         """Let a text go. What was computed for it stays until its place is needed.
