@@ -251,24 +251,13 @@ class PhaseClock:
         self._stats = stats
         self._started = time.perf_counter()
         self._noted = 0  # tokens
-        self.inside_s = 0.0  # seconds of phases within the one that is open
         self.round_s = 0.0  # of the last round, from the wait before it to its own; 0 where it made a graph
         self.graphs = 0  # there were by then
         self._round_began = self._waited = self._rest_s = 0.0
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Charge the block to `name`, one of `"prefill"`, `"draft"`, `"verify"`; a phase inside it has its own time."""
-        return _Phase(self, f"{name}_s")
-
-    def charge(self, field: str, elapsed_s: float, outside_s: float) -> None:
-        """A block took so long, phases inside it included.
-
-        Args:
-            field: of the figures.
-            outside_s: seconds of phases that were inside the one around it before.
-        """
-        setattr(self._stats, field, getattr(self._stats, field) + elapsed_s - self.inside_s)
-        self.inside_s = outside_s + elapsed_s
+        """Charge the block to `name`, one of `"prefill"`, `"draft"`, `"verify"`; no phase lies within another."""
+        return _Phase(self._stats, f"{name}_s")
 
     def note_tokens(self, total: int) -> None:
         """So many tokens are written by now. Fewer than before (memory ran out) are noted once they are made up for."""
@@ -305,14 +294,14 @@ class PhaseClock:
 class _Phase:
     """A block charged to a phase. No generator: a small model's round opens several, and each would take 10 us."""
 
-    __slots__ = ("_clock", "_field", "_outside_s", "_start")
+    __slots__ = ("_field", "_start", "_stats")
 
-    def __init__(self, clock: PhaseClock, field: str):
-        self._clock, self._field = clock, field
+    def __init__(self, stats: SpeculationStats, field: str):
+        self._stats, self._field = stats, field
 
     def __enter__(self) -> None:
-        self._outside_s, self._clock.inside_s = self._clock.inside_s, 0.0
         self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._clock.charge(self._field, time.perf_counter() - self._start, self._outside_s)
+        elapsed_s = time.perf_counter() - self._start
+        setattr(self._stats, self._field, getattr(self._stats, self._field) + elapsed_s)
