@@ -30,20 +30,21 @@ NOTHING = Lookup(0, ())
 
 
 class TextIndex:
-    """Where each pair of tokens of one growing text was seen last. Adding a token and asking take constant time."""
+    """Where each pair of tokens of one growing text was seen last. Adding a token and asking take constant time.
+
+    Attributes:
+        text: its tokens.
+    """
 
     def __init__(self, tokens: Sequence[int] = ()):
-        self._text: list[int] = []
+        self.text: list[int] = []
         self._ends: dict[tuple[int, int], int] = {}  # pair of tokens -> position behind its latest place
         self._previous: list[int] = []  # for each position, the one where its pair ended before; -1 for none
         self.extend(tokens)
 
-    def __len__(self) -> int:
-        return len(self._text)
-
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on with these."""
-        text, ends, previous = self._text, self._ends, self._previous
+        text, ends, previous = self.text, self._ends, self._previous
         for token in tokens:
             text.append(token)
             end = len(text)
@@ -54,21 +55,9 @@ class TextIndex:
             previous.append(ends.get(pair, -1))
             ends[pair] = end
 
-    def truncate(self, length: int) -> None:
-        """Take back all tokens from position `length` on."""
-        while len(self._text) > length:
-            before = self._previous.pop()
-            if len(self._text) >= SHORTEST_MATCH:
-                pair = (self._text[-2], self._text[-1])
-                if before < 0:
-                    del self._ends[pair]
-                else:
-                    self._ends[pair] = before
-            self._text.pop()
-
     def lookup(self, length: int) -> Lookup:
         """Up to `length` tokens that followed the longest match among the latest places, the latest of equals first."""
-        text = self._text
+        text = self.text
         if len(text) < SHORTEST_MATCH or length < 1:
             return NOTHING
         best, at = 0, -1
@@ -85,14 +74,14 @@ class TextIndex:
         return NOTHING if at < 0 else Lookup(best, tuple(self._continuation(at, length)))
 
     def _match_length(self, end: int) -> int:
-        text, length, last = self._text, 0, len(self._text)
+        text, length, last = self.text, 0, len(self.text)
         while length < LONGEST_MATCH and length < end and text[end - 1 - length] == text[last - 1 - length]:
             length += 1
         return length
 
     def _continuation(self, start: int, length: int) -> list[int]:
         """What follows `start`; a text that repeats a short run goes on repeating it."""
-        text, period = self._text, len(self._text) - start
+        text, period = self.text, len(self.text) - start
         return [text[start + index % period] for index in range(length)]
 
 
@@ -145,8 +134,10 @@ class RepeatingText:
 
     def look_up(self, new: Sequence[int], length: int) -> Lookup:
         """Up to `length` tokens that may follow the `new` ones; asking twice changes nothing."""
-        self.index.truncate(self.prompt_length + len(new))  # memory may have run out, and tokens been taken back
-        self.index.extend(new[len(self.index) - self.prompt_length :])
+        known = self.index.text
+        if len(known) > self.prompt_length + len(new):  # memory ran out, and tokens were taken back
+            self.index = TextIndex(known[: self.prompt_length])
+        self.index.extend(new[len(self.index.text) - self.prompt_length :])
         self.offered, self._num_new = self.index.lookup(length), len(new)
         return self.offered
 

@@ -3,9 +3,9 @@
 Greedy, the target chooses its arg-max; sampling, `draw.choose` by the noise of the position, which no draft can change.
 So one rule serves chains, trees, prompt lookup and grammars, and the text never depends on what was drafted.
 
-`accept_path` goes down one row's tree on the host, and asks for the target's token where the text goes. Graphs find the same
-in tensors, without a wait for the device: `accept_chosen` in trees, `match_prefix` in chains, by the target's token
-after every node.
+`accept_path` goes down one row's tree on the host, and asks for the target's token where the text goes. Graphs find
+the same in tensors, without a wait for the device: `accept_chosen` in trees, `match_prefix` in chains, by the target's
+token after every node.
 
 `B` batch, `N` nodes with the root, `D` longest path without the root.
 """

@@ -23,7 +23,6 @@ from ..drafter.drafter import Eagle31Drafter
 from ..drafter.session import DraftSession, DraftState
 from ..drafting.draft_tree import DraftTree
 from ..drafting.plan import DraftPlan
-from ..drafting.shape import DraftShape
 from ..errors import UnsupportedGenerationError
 from ..loop.choosing import RoundBatch
 from ..loop.pair import Pair
