@@ -147,6 +147,19 @@ def test_a_state_that_no_mixer_writes_is_an_error() -> None:
         cache.get_recurrent_state(0)
 
 
+@pytest.mark.parametrize("placing", [{"counts": [2, 1]}, {"is_draft": True}], ids=["a prompt", "a chain"])
+def test_a_state_that_two_modules_write_is_an_error(placing: dict[str, Any]) -> None:
+    """The second would begin where the first began, and not where it ended."""
+    cache = cache_of(2)
+    read(cache, [[1.0], [2]])
+    cache.commit(1)
+    read(cache, [[3.0, 4], [5, 0]], **placing)
+    with pytest.raises(IncompatibleTargetError, match=r"two modules .* write the conv_states of layer 0"):
+        forward(cache, torch.tensor([[3.0, 4], [5, 0]]))
+    cache.rollback([1, 1])
+    assert states(cache) == ([1, 2], [[0, 1], [0, 2]])
+
+
 def test_rows_are_selected_and_counted() -> None:
     cache = cache_of(3)
     read(cache, [[1.0, 2], [3, 4], [5, 6]])

@@ -68,7 +68,7 @@ class StateLayer(LinearAttentionLayer):
         self.make_state: Callable[[StateKey, Tensor], Tensor] = lambda _, like: like.new_zeros(like.shape)
         self._committed: dict[StateKey, Tensor] = {}
         self._after: dict[StateKey, Tensor] = {}
-        self._written: set[StateKey] = set()  # by the placed block
+        self._written: set[tuple[StateKey, RowGroup]] = set()  # by the placed block, of rows that are read together
         self._reads: RowGroup | None = None  # by the mixer that runs
         self._open: dict[StateKey, Tensor] = {}
         self._windows: dict[StateKey, Tensor] = {}  # (B, C, K + T): convolutions' windows and the chain behind them
@@ -90,37 +90,42 @@ class StateLayer(LinearAttentionLayer):
     def end(self, recorded: Recorded | None = None) -> None:
         """The mixer has left the states behind its tokens or, of a chain, what is `recorded` of it."""
         assert self._reads is not None, "begin() comes before end()"
-        group, opened = self._reads, self._open
-        self._reads, self._open = None, {}
-        if self.placement.is_chain:
-            self._recorded = recorded or self._recorded
-            self._written.update(self._taped)
-            return
-        for key, state in opened.items():
-            rows = group.rows_on(state.device)
+        if recorded is not None:
+            self._note_written((RECURRENT, 0), self._reads)
+            self._recorded = recorded
+        for key, state in {} if self.placement.is_chain else self._open.items():
+            self._note_written(key, self._reads)
+            rows = self._reads.rows_on(state.device)
             if rows is not None:
                 self._after[key].index_copy_(0, rows, state)
-            self._written.add(key)
+        self._reads, self._open = None, {}
+
+    def _note_written(self, key: StateKey, rows: RowGroup) -> None:
+        if (key, rows) in self._written:
+            raise IncompatibleTargetError(
+                f"two modules of the target write the {key[0]} of layer {self.index}, and the second would not read "
+                "what the first has left there; generate without a drafter"
+            )
+        self._written.add((key, rows))
 
     def handed_out(self, key: StateKey) -> Tensor | None:
         """The state a mixer reads and writes: a copy of what its call continues."""
-        if key not in self._open:
-            if self._reads is None:
-                raise IncompatibleTargetError(
-                    f"layer {self.index} of the target reads its {key[0]} from a module that was replaced after the "
-                    "drafter was attached; attach the drafter again"
-                )
-            if key not in self._committed:
-                return None
-            self._open[key] = self._fill(key, self._reads)
+        if key in self._open:
+            return self._open[key]
+        if self._reads is None:
+            raise IncompatibleTargetError(
+                f"layer {self.index} of the target reads its {key[0]} from a module that was replaced after the "
+                "drafter was attached; attach the drafter again"
+            )
+        if key not in self._committed:
+            return None
+        live, after = self._live(key), self._room(key)
+        rows = self._reads.rows_on(after.device)
+        if self._reads.begins:
+            self._open[key] = (after if rows is None else after[rows]).zero_()
+        else:
+            self._open[key] = after.copy_(live) if rows is None else live.index_select(0, rows)
         return self._open[key]
-
-    def _fill(self, key: StateKey, group: RowGroup) -> Tensor:
-        after = self._room(key)
-        rows = group.rows_on(after.device)
-        if group.begins:
-            return (after if rows is None else after[rows]).zero_()
-        return after.copy_(self._live(key)) if rows is None else self._live(key).index_select(0, rows)
 
     def _live(self, key: StateKey) -> Tensor:
         state, rows = self._committed[key], self.placement.batch_size
@@ -135,29 +140,29 @@ class StateLayer(LinearAttentionLayer):
         return self._after[key][:rows]
 
     @property
-    def _taped(self) -> list[StateKey]:
-        """States that follow from what a chain has left."""
-        return [*self._windows, *([] if self._recorded is None else [(RECURRENT, 0)])]
-
-    @property
-    def _written_over(self) -> list[StateKey]:
-        """The others, in one order always."""
-        return [key for key in self._committed if key not in self._taped]
+    def _left_whole(self) -> list[tuple[StateKey, Tensor]]:
+        """States that the block has left as they are, in one order always; the others follow from what a chain left."""
+        taped = [*self._windows, *([] if self._recorded is None else [(RECURRENT, 0)])]
+        rows = self.placement.batch_size
+        return [(key, self._after[key][:rows]) for key in self._committed if key not in taped]
 
     def after_moves(self, last: LastNodes) -> Moves:
         """Of a block that was no chain: states of the rows that keep it."""
-        pairs = [(self._live(key), self._after[key][: self.placement.batch_size]) for key in self._written_over]
+        moves = [(self._live(key), after) for key, after in self._left_whole]
         if last.common is not None:
-            return pairs
-        moves = []
-        for live, after in pairs:
+            return moves
+        for number, (live, after) in enumerate(moves):
             keeps = (last.on(live.device) >= 0).view(-1, *[1] * (live.dim() - 1))
-            moves.append((live, torch.where(keeps, after, live)))
+            moves[number] = live, torch.where(keeps, after, live)
         return moves
+
+    @property
+    def _all_written(self) -> set[tuple[StateKey, RowGroup]]:
+        return {(key, rows) for key in self._committed for rows in self.placement.groups}
 
     def require_all_written(self) -> None:
         """Raise an `IncompatibleTargetError` if a state was not written by the block."""
-        missing = sorted(set(self._committed) - self._written)
+        missing = sorted({key for key, _ in self._all_written - self._written})
         if missing:
             raise IncompatibleTargetError(
                 f"layer {self.index} of the target did not write its states {missing}: a module was replaced after the "
@@ -171,14 +176,13 @@ class StateLayer(LinearAttentionLayer):
             IncompatibleTargetError: as of `require_all_written`.
         """
         self.require_all_written()
-        after = tuple([(key, self._after[key][: self.placement.batch_size]) for key in self._written_over])
-        return BlockTrace(after, tuple(self._windows.items()), self._recorded)
+        return BlockTrace(tuple(self._left_whole), tuple(self._windows.items()), self._recorded)
 
     def take_over(self, trace: BlockTrace) -> None:
         """The placed block has left this: another layer, which began with the same states, has read it."""
         self._after.update(trace.after)
         self._windows, self._recorded = dict(trace.windows), trace.recorded
-        self._written = set(self._committed)
+        self._written = self._all_written
 
     @property
     def committed(self) -> dict[StateKey, Tensor]:
@@ -195,25 +199,22 @@ class StateLayer(LinearAttentionLayer):
         """The committed state of a recurrence that was recorded, with what goes on from it."""
         return [] if self._recorded is None else [(self._live((RECURRENT, 0)), self._recorded)]
 
-    @property
-    def _reads_chain(self) -> bool:
-        return self._reads is not None and self.placement.is_chain
-
     # Called by transformers' own code --------------------------------------------------------------------------------
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """The window before, and what is new, `(B, C, K + T)`."""
-        if not self._reads_chain:
+        if self._reads is None or not self.placement.is_chain:
             return super().update_conv_state(conv_states, state_idx, **kwargs)
         key = (CONVOLUTION, state_idx)
+        self._note_written(key, self._reads)
         self._windows[key] = columns = torch.cat((self._live(key), conv_states), dim=-1)
         return columns
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """The state as it was written; a chain's end is not kept."""
-        if self._reads_chain:
-            return recurrent_states
-        return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        if self._reads is None or not self.placement.is_chain:
+            return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        return recurrent_states
 
     def lazy_initialization(
         self,
