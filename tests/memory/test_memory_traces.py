@@ -116,7 +116,7 @@ def trace_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
 
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, dtype=BF16)
-        with torch.no_grad(), StorageCounter() as counter, attending_grouped(model.config):
+        with torch.no_grad(), StorageCounter() as counter, attending_grouped(model):
             cache = SpeculativeCache.from_config(config, **sizes)
             before = run.prompt - run.chunk
             if before and not run.slab:

@@ -205,7 +205,7 @@ def test_the_peak_of_a_prompt_matches_a_trace(name: str) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         mixers = Mixers(model)
-        with torch.no_grad(), StorageCounter() as counter, attending_grouped(model.config):
+        with torch.no_grad(), StorageCounter() as counter, attending_grouped(model):
             cache = SpeculativeCache.from_config(config, batch_size=1, capacity=2 * chunk, block=chunk)
             for _ in range(2):
                 cache.place(chunk)

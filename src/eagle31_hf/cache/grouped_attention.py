@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     DynamicCache,
-    PreTrainedConfig,
     PreTrainedModel,
     masking_utils,
 )
@@ -128,9 +127,21 @@ AttentionInterface.register(GROUPED, grouped_attention_forward)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
+def decoder_of(model: Any) -> Any:
+    """The part of a model that reads text: no LM head, and no tower beside it that reads pictures."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+@lru_cache
+def _finds_attention_by_name(decoder_class: type) -> bool:
+    """As the code of all but a few does; it is read for that."""
+    return getattr(decoder_class, "_can_set_attn_implementation", bool)()
+
+
 @contextmanager
-def attending_grouped(config: PreTrainedConfig) -> Iterator[None]:
-    """While open in any thread, models of this text config whose attention is SDPA's attend by `GROUPED`."""
+def attending_grouped(model: PreTrainedModel) -> Iterator[None]:
+    """While open in any thread, the model attends to text by `GROUPED` if it does so by SDPA."""
+    config = model.config.get_text_config()
 
     def attend(name: str) -> None:
         config._attn_implementation_internal = name  # of this config alone, not of those within it
@@ -139,7 +150,7 @@ def attending_grouped(config: PreTrainedConfig) -> Iterator[None]:
         attend(GROUPED)
         return partial(attend, "sdpa")
 
-    served = config._attn_implementation in ("sdpa", GROUPED)
+    served = config._attn_implementation in ("sdpa", GROUPED) and _finds_attention_by_name(type(decoder_of(model)))
     with CHANGES.held(("grouped", id(config)), change) if served else nullcontext():
         yield
 

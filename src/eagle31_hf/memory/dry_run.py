@@ -19,7 +19,7 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from ..cache.grouped_attention import attending_grouped
+from ..cache.grouped_attention import attending_grouped, decoder_of
 from ..cache.quantized import refuse_unquantizable
 from ..cache.spans import kinds_from_config
 from ..cache.speculative import SpeculativeCache
@@ -301,14 +301,9 @@ class DryRun(CountedForwards):
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the target's shape: what a plan depends on besides how weights are packed."""
-        shapes = [(name, *parameter.shape) for name, parameter in self.decoder.named_parameters()]
+        shapes = [(name, *parameter.shape) for name, parameter in decoder_of(self.model).named_parameters()]
         fields = self.text.model_type, getattr(self.text, "tie_word_embeddings", None), shapes
         return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
-
-    @property
-    def decoder(self) -> Any:
-        """The model without its LM head, and without what sees."""
-        return self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
 
     @property
     def takes_eight_bits(self) -> bool:
@@ -397,11 +392,9 @@ class DryRun(CountedForwards):
     def _counted(self) -> Iterator[StorageCounter]:
         """Storages are counted, and the model attends and keeps states as it does in the loop."""
         model = self.model
-        takes_ours = getattr(type(self.decoder), "_can_set_attn_implementation", bool)()
         mixers = Mixers(model)
-        attending = attending_grouped(self.text) if takes_ours else nullcontext()
         try:
-            with torch.no_grad(), StorageCounter() as counter, FusedKernels(), attending:
+            with torch.no_grad(), StorageCounter() as counter, FusedKernels(), attending_grouped(model):
                 yield counter
         finally:
             mixers.let_go()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..cache.attention_in_parts import try_on
-from ..cache.grouped_attention import GROUPED, attending_grouped
+from ..cache.grouped_attention import GROUPED, attending_grouped, decoder_of
 from ..cache.shared_changes import CHANGES, leave_cudnn_out
 from ..cache.speculative import SpeculativeCache
 from ..cache.stock import CACHE_ARGUMENT
@@ -77,7 +77,7 @@ class TargetBinding:
         self.model = _unwrap(target)
         _require_decoder_only(self.model)
         self.text_config = self.model.config.get_text_config()
-        self.decoder = _decoder_of(self.model)
+        self.decoder = decoder_of(self.model)
         self.layers = _decoder_layers(self.decoder, self.text_config.num_hidden_layers)
         self.embedding: Any = self.model.get_input_embeddings()
         self.lm_head = self.model.get_output_embeddings()
@@ -96,8 +96,6 @@ class TargetBinding:
         self.pair: object | None = None  # the `loop.pair.Pair` of this target and its drafter
         warn_of_precision(self.model)
         self.one_token_arithmetic = OneTokenArithmetic(self.model)
-        # Whether its code looks attention up by name, as that of all but a few does.
-        self._takes_grouped = getattr(type(self.decoder), "_can_set_attn_implementation", bool)()
         self.cache_argument = cache_argument(self.model)
         self.has_states = require_mixers(self.model)
         self.mixers = Mixers(self.model) if self.has_states else None
@@ -227,9 +225,8 @@ class TargetBinding:
         Of SDPA's kernels cuDNN's makes way, too (`leave_cudnn_out`), and keys are not copied (`grouped_attention`).
         """
         try_on(self.head_device)
-        grouped = attending_grouped(self.text_config) if self._takes_grouped else nullcontext()
         by_sdpa = CHANGES.held(("attention", id(self.model)), self._attend_by_sdpa)
-        with CHANGES.held("cudnn", leave_cudnn_out), by_sdpa, grouped:
+        with CHANGES.held("cudnn", leave_cudnn_out), by_sdpa, attending_grouped(self.model):
             yield
 
     def _attend_by_sdpa(self) -> Callable[[], None]:
@@ -329,11 +326,6 @@ def _require_decoder_only(model: PreTrainedModel) -> None:
         )
     if not model.can_generate():
         raise IncompatibleTargetError(f"{name} cannot generate text; load the target with AutoModelForCausalLM")
-
-
-def _decoder_of(model: PreTrainedModel) -> nn.Module:
-    """What reads text; a tower beside it that reads pictures has positions of its own."""
-    return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
 def _decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
