@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle31_hf.cache.quantized import decode, encode
-from eagle31_hf.cache.spans import LayerKinds
+from eagle31_hf.cache.spans import LayerKind, LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,6 +29,13 @@ def vectors_of_token(seed: int, width: int) -> Tensor:
     return torch.randn(HEADS, width, generator=dice) * size
 
 
+def layer_kinds(windows: Sequence[int | None], types: Sequence[str] | None = None) -> LayerKinds:
+    """Of layers that see so far back, by the masks of `types`; default: one for windows, one for none."""
+    named = types or ["sliding_attention" if window else "full_attention" for window in windows]
+    kinds = [LayerKind(window, kind == "chunked_attention") for window, kind in zip(windows, named, strict=True)]
+    return LayerKinds(tuple(kinds), tuple(named))
+
+
 @dataclass
 class Mirror:
     """The cache beside plain lists: per row the tokens it holds, per token the vectors a reader must get."""
@@ -42,7 +50,7 @@ class Mirror:
 
     def __post_init__(self) -> None:
         self.cache = SpeculativeCache(
-            LayerKinds(self.windows, ["sliding_attention" if w else "full_attention" for w in self.windows]),
+            layer_kinds(self.windows),
             batch_size=self.batch_size,
             capacity=96,
             block=8,
@@ -95,11 +103,9 @@ class Mirror:
         self.cache.select_rows(picked)
         self.rows, self.batch_size = [list(self.rows[b]) for b in picked], len(picked)
 
-    def keep(self, tokens: Tensor, paths: list[list[int]], *, as_tensor: bool = False) -> None:
+    def keep(self, tokens: Tensor, paths: list[list[int]]) -> None:
         """Of the tokens `(B, T)` just written, each row's path."""
-        width = max(1, *map(len, paths))
-        padded = [path + [-1] * (width - len(path)) for path in paths]
-        self.cache.keep(torch.tensor(padded) if as_tensor else padded, [len(path) for path in paths])
+        self.cache.keep(paths)
         self.rows = [row + tokens[b, path].tolist() for b, (row, path) in enumerate(zip(self.rows, paths, strict=True))]
 
     def commit(self, tokens: Tensor, counts: list[int]) -> None:

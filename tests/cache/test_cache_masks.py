@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mirror import layer_kinds
 
-from eagle31_hf.cache.spans import LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 
 
@@ -72,7 +72,7 @@ def naive_mask(lengths, ancestors, depths, after, window=None, chunked=False):
 def test_masks_equal_the_formula_after_every_round(seed, batch_size, shared, slab, kind, window):
     """Rounds of random tree, acceptance and rollback."""
     rng = random.Random(seed)
-    kinds = LayerKinds([None, window], ["full_attention", kind])
+    kinds = layer_kinds([None, window], ["full_attention", kind])
     cache = SpeculativeCache(kinds, batch_size=batch_size, capacity=90, block=9, slab=slab)
     for _ in range(10):
         size, after = rng.randint(1, 6), rng.randint(0, 3)
@@ -83,10 +83,10 @@ def test_masks_equal_the_formula_after_every_round(seed, batch_size, shared, sla
         depths = torch.stack([t.depths for t in trees])
         if after:
             cache.place(after)
-            cache.attention_mask(ancestors[:, :after, :after])
+            cache.attention_mask(ancestors[:, :after, :after], depths[:, :after])
         cache.place(size, after=after)
         queries = ancestors[:, after:]
-        masks = cache.attention_mask(queries[0] if shared else queries, depths[0] if shared else depths)
+        masks = cache.attention_mask(queries[:1] if shared else queries, depths[:1] if shared else depths)
         wanted = naive_mask(cache.lengths, queries, depths, after)
         full = masks["full_attention"]
         if full is None:
@@ -96,7 +96,7 @@ def test_masks_equal_the_formula_after_every_round(seed, batch_size, shared, sla
         wanted = naive_mask(cache.lengths, queries, depths, after, window, kind == "chunked_attention")
         assert torch.equal(masks[kind].expand_as(wanted), wanted)
         wanted_positions = torch.tensor(cache.lengths)[:, None] + depths[:, after:]
-        assert torch.equal(cache.position_ids(depths), wanted_positions)
+        assert torch.equal(cache.position_ids(depths[:, after:]), wanted_positions)
 
         count = rng.randint(0, after + size)
         cache.commit([count if rng.random() < 0.7 else rng.randint(0, after + size) for _ in range(batch_size)])
@@ -114,7 +114,7 @@ def test_the_first_chunk_needs_no_mask_where_none_is_causal():
         ([None], [0, 0], 1, True),
     ):
         cache = SpeculativeCache(
-            LayerKinds(windows, ["full_attention", "sliding_attention"][: len(windows)]),
+            layer_kinds(windows),
             batch_size=2,
             capacity=20,
             block=6,

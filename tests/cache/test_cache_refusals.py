@@ -8,17 +8,17 @@ from mirror import Mirror
 from transformers import AutoConfig, DynamicCache, Gemma3nTextConfig
 from transformers.cache_utils import StaticCache
 
-from eagle31_hf.cache.spans import AttentionSpan, LayerKinds
+from eagle31_hf.cache.spans import LayerKind, LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.errors import IncompatibleTargetError, MemoryPlanError, UnsupportedGenerationError
 from families import TEXT_FAMILIES
 from helpers import GROUPED, WINDOW, first_row, target_of
 
 
-def spans_of(kind: str, capacity: int = 64, masks_by_type: bool | None = None, **fields):
+def kinds_of(kind: str, capacity: int = 64, masks_by_type: bool | None = None, **fields):
     config = TEXT_FAMILIES[kind]() if kind in TEXT_FAMILIES else AutoConfig.for_model(kind, **{**GROUPED, **fields})
     cache = SpeculativeCache.from_config(config, batch_size=1, capacity=capacity, block=8, masks_by_type=masks_by_type)
-    return cache.spans
+    return cache.kinds
 
 
 def cache_of(model):
@@ -26,24 +26,24 @@ def cache_of(model):
 
 
 def test_windows_come_from_the_config():
-    full, sliding = AttentionSpan(), AttentionSpan(WINDOW)
-    assert spans_of("llama").by_mask == {"full_attention": full}
-    assert spans_of("mistral", sliding_window=WINDOW).spans == (sliding,) * 4
-    assert spans_of("mistral", sliding_window=None).spans == (full,) * 4
-    assert spans_of("phi3", sliding_window=WINDOW).types is None
-    assert spans_of("qwen3").types == ("full_attention",) * 4
-    mixed = spans_of("gemma3_text", sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2)
+    full, sliding = LayerKind(), LayerKind(WINDOW)
+    assert kinds_of("llama").by_mask == {"full_attention": full}
+    assert kinds_of("mistral", sliding_window=WINDOW).layers == (sliding,) * 4
+    assert kinds_of("mistral", sliding_window=None).layers == (full,) * 4
+    assert kinds_of("phi3", sliding_window=WINDOW).types is None
+    assert kinds_of("qwen3").types == ("full_attention",) * 4
+    mixed = kinds_of("gemma3_text", sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2)
     assert mixed.by_mask == {"sliding_attention": sliding, "full_attention": full}
-    chunked = spans_of("llama4_text")
-    assert chunked.by_mask["chunked_attention"] == AttentionSpan(WINDOW, chunked=True)
-    stray = spans_of("mistral", masks_by_type=False, sliding_window=WINDOW, layer_types=["full_attention"] * 4)
+    chunked = kinds_of("llama4_text")
+    assert chunked.by_mask["chunked_attention"] == LayerKind(WINDOW, chunked=True)
+    stray = kinds_of("mistral", masks_by_type=False, sliding_window=WINDOW, layer_types=["full_attention"] * 4)
     assert stray.types is None
-    assert stray.spans == (sliding,) * 4
+    assert stray.layers == (sliding,) * 4
 
 
 def test_a_window_that_no_row_outgrows_is_full_attention():
-    assert spans_of("mistral", capacity=WINDOW, sliding_window=WINDOW).rings == set()
-    assert spans_of("mistral", capacity=WINDOW + 1, sliding_window=WINDOW).rings == {WINDOW - 1}
+    assert kinds_of("mistral", capacity=WINDOW, sliding_window=WINDOW).rings == set()
+    assert kinds_of("mistral", capacity=WINDOW + 1, sliding_window=WINDOW).rings == {WINDOW - 1}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_layers_that_keep_something_else_are_refused(kind, fields):
 
 def test_llama4_is_refused_where_its_query_scale_would_follow_slots():
     with pytest.raises(IncompatibleTargetError, match="8192"):
-        spans_of("llama4_text", capacity=8192)
+        kinds_of("llama4_text", capacity=8192)
 
 
 def test_layers_that_share_keys_are_not_stored_in_8_bits():
@@ -71,7 +71,7 @@ def test_layers_that_share_keys_are_not_stored_in_8_bits():
 
 
 def test_forwards_that_were_not_placed_are_refused():
-    cache = SpeculativeCache(LayerKinds([None]), batch_size=1, capacity=16, block=4)
+    cache = SpeculativeCache(LayerKinds((LayerKind(),)), batch_size=1, capacity=16, block=4)
     states = torch.zeros(1, 1, 3, 2)
     with pytest.raises(UnsupportedGenerationError, match="place"):
         cache.update(states, states, 0)

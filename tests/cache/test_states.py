@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from eagle31_hf.cache.row_pool import RowPool, resume_row
-from eagle31_hf.cache.spans import LayerKinds
+from eagle31_hf.cache.spans import LayerKind, LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import Recorded
 from eagle31_hf.cache.states import CONVOLUTION, RECURRENT, StateLayer
@@ -35,8 +35,8 @@ class Sum:
 
 def cache_of(rows: int, kind: type[SpeculativeCache] = SpeculativeCache) -> Any:
     """Of two layers: states alone, and attention."""
-    kinds = LayerKinds([None, None], ["linear_attention", "full_attention"], num_states=(1, 0), attends=(False, True))
-    return kind(kinds, batch_size=rows, **SIZES)
+    kinds = LayerKind(attends=False, num_states=1), LayerKind()
+    return kind(LayerKinds(kinds, ("linear_attention", "full_attention")), batch_size=rows, **SIZES)
 
 
 def forward(cache: SpeculativeCache, tokens: Tensor) -> None:
@@ -77,7 +77,7 @@ def test_each_row_keeps_the_state_of_its_last_kept_node() -> None:
     assert states(cache) == ([3, 3, 15], [[1, 2], [0, 3], [5, 6]])
     read(cache, [[10.0, 20, 40]] * 3, is_draft=True)
     assert states(cache) == ([3, 3, 15], [[1, 2], [0, 3], [5, 6]]), "nothing is committed by a forward"
-    cache.keep(None, [0, 1, 3])
+    cache.commit([0, 1, 3])
     assert states(cache) == ([3, 13, 85], [[1, 2], [3, 10], [20, 40]])
     assert cache.lengths == [2, 2, 6]
 
@@ -89,7 +89,7 @@ def test_rows_that_begin_beside_others() -> None:
     cache.commit(2)
     cache.rollback([0, 2])
     read(cache, [[1.0], [1]], is_draft=True)
-    cache.keep(None, [1, 1])
+    cache.commit([1, 1])
     assert states(cache) == ([1, 16], [[0, 1], [8, 1]])
 
 

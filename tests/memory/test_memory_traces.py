@@ -101,11 +101,12 @@ def trace_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
              "slab": run.slab}  # fmt: skip
 
     def forward(tokens: int, logits_to_keep: int, ancestors: Tensor | None = None) -> Tensor:
+        depths = None if ancestors is None else torch.arange(tokens)[None]
         cache.place(tokens)
         return model(
             torch.zeros(run.batch, tokens, dtype=torch.long),
-            attention_mask=cache.attention_mask(ancestors, dtype=BF16),
-            position_ids=cache.position_ids(None if ancestors is None else torch.arange(tokens)),
+            attention_mask=cache.attention_mask(ancestors, depths, BF16),
+            position_ids=cache.position_ids(depths),
             logits_to_keep=logits_to_keep,
             **{CACHE_ARGUMENT: cache},
         ).logits
@@ -130,7 +131,7 @@ def trace_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
             commit(run.chunk)
             peaks = {PREFILL: counter.peak_bytes}
             counter.restart_peak()
-            forward(run.nodes, 0, torch.ones(run.nodes, run.nodes).tril().bool())
+            forward(run.nodes, 0, torch.ones(1, run.nodes, run.nodes).tril().bool())
             return peaks | {VERIFY: counter.peak_bytes}
 
 

@@ -46,15 +46,15 @@ def states_of(ledger: tuple[LedgerTerm, ...], moment: str) -> int:
 def watched_caches() -> Iterator[dict[str, int]]:
     """Most state bytes a cache has had, where a prompt's chunk was committed and where drafts were."""
     held: dict[str, int] = {}
-    own = SpeculativeCache._settle_states
+    own = SpeculativeCache.keep
 
-    def settle(cache: SpeculativeCache, *args: Any) -> None:
+    def keep(cache: SpeculativeCache, *args: Any, **kwargs: Any) -> None:
         moment = VERIFY if cache.placement.is_draft else PREFILL
         now = sum(layer.state_bytes for layer in cache.with_states)
         held[moment] = max(held.get(moment, 0), now)
-        own(cache, *args)
+        own(cache, *args, **kwargs)
 
-    with mock.patch.object(SpeculativeCache, "_settle_states", settle):
+    with mock.patch.object(SpeculativeCache, "keep", keep):
         yield held
 
 
@@ -129,15 +129,16 @@ def test_rebuilding_takes_what_is_planned(family: str) -> None:
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
     ids = torch.randint(3, 96, (1, 8), generator=torch.Generator().manual_seed(0))
     peaks: dict[int, int] = {}  # by how many tokens were kept
-    own = SpeculativeCache._settle_states
+    own = SpeculativeCache.keep
 
-    def settle(cache: SpeculativeCache, kept: Sequence[Sequence[int]], *args: Any) -> None:
+    def keep(cache: SpeculativeCache, nodes: Sequence[Sequence[int]], **kwargs: Any) -> None:
+        is_chain = cache.placement.is_chain
         with StorageCounter() as counter:
-            own(cache, kept, *args)
-        if cache.placement.is_chain:
-            peaks[len(kept[0])] = counter.peak_bytes
+            own(cache, nodes, **kwargs)
+        if is_chain:
+            peaks[len(nodes[0])] = counter.peak_bytes
 
-    with mock.patch.object(SpeculativeCache, "_settle_states", settle):
+    with mock.patch.object(SpeculativeCache, "keep", keep):
         plain = target.generate(ids, max_new_tokens=24, pad_token_id=0)
         with configured(drafter, num_assistant_tokens=7), oracle_drafts(plain, 8):
             target.generate(ids, max_new_tokens=24, pad_token_id=0, assistant_model=drafter)

@@ -121,7 +121,7 @@ def test_a_mixer_that_was_replaced_is_an_error_that_names_the_layer() -> None:
     cache.load_dynamic(read_prompt_of_another())
     verify(drafter, cache, 2)
     with pytest.raises(IncompatibleTargetError, match="layer 0 of the target"):
-        cache.keep(None, [1])
+        cache.commit([1])
 
 
 def read_prompt_of_another() -> Any:

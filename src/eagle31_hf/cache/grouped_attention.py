@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -132,12 +132,6 @@ def decoder_of(model: Any) -> Any:
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
-@lru_cache
-def _finds_attention_by_name(decoder_class: type) -> bool:
-    """As the code of all but a few does; it is read for that."""
-    return getattr(decoder_class, "_can_set_attn_implementation", bool)()
-
-
 @contextmanager
 def attending_grouped(model: PreTrainedModel) -> Iterator[None]:
     """While open in any thread, the model attends to text by `GROUPED` if it does so by SDPA."""
@@ -150,7 +144,9 @@ def attending_grouped(model: PreTrainedModel) -> Iterator[None]:
         attend(GROUPED)
         return partial(attend, "sdpa")
 
-    served = config._attn_implementation in ("sdpa", GROUPED) and _finds_attention_by_name(type(decoder_of(model)))
+    # Whether its code looks attention up by name, as that of all but a few does.
+    by_name = getattr(type(decoder_of(model)), "_can_set_attn_implementation", bool)()
+    served = by_name and config._attn_implementation in ("sdpa", GROUPED)
     with CHANGES.held(("grouped", id(config)), change) if served else nullcontext():
         yield
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .placement import Placement
-from .spans import AttentionSpan, LayerSpans
+from .spans import LayerKind, LayerKinds
 
 
 def full_mask(placement: Placement, visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -31,7 +31,7 @@ def full_mask(placement: Placement, visible: Tensor, dtype: torch.dtype) -> Tens
 
 
 def window_mask(
-    span: AttentionSpan, placement: Placement, depths: Tensor, visible: Tensor, dtype: torch.dtype
+    kind: LayerKind, placement: Placement, depths: Tensor, visible: Tensor, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     """Mask `(B, 1, T, ring + M)` of a windowed layer, over its ring slots and then the block.
 
@@ -42,12 +42,12 @@ def window_mask(
     lengths = placement.lengths_tensor[: 1 if placement.rows_alike else None, None]
     positions = lengths + depths  # (b, M)
     queries = positions[:, positions.shape[1] - visible.shape[1] :, None]  # (b, T, 1)
-    assert span.ring is not None, "layers without a window have the full mask"
-    slots = torch.arange(span.ring, device=lengths.device)
+    assert kind.ring is not None, "layers without a window have the full mask"
+    slots = torch.arange(kind.ring, device=lengths.device)
     # The newest position < length that falls on the slot; negative while the ring is not yet full.
-    held = lengths - 1 - (lengths - 1 - slots) % span.ring  # (b, R)
-    in_ring = span.reaches(queries, held[:, None]) & (held >= 0)[:, None]  # (b, T, R)
-    in_block = span.reaches(queries, positions[:, None]) & visible  # (b, T, M)
+    held = lengths - 1 - (lengths - 1 - slots) % kind.ring  # (b, R)
+    in_ring = kind.reaches(queries, held[:, None]) & (held >= 0)[:, None]  # (b, T, R)
+    in_block = kind.reaches(queries, positions[:, None]) & visible  # (b, T, M)
     batch_size = max(len(in_ring), len(in_block))
     hidden = ~torch.cat([part.expand(batch_size, -1, -1) for part in (in_ring, in_block)], dim=-1)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=lengths.device)
@@ -55,32 +55,8 @@ def window_mask(
     return mask[:, None].expand(placement.batch_size, -1, -1, -1)
 
 
-def block_visibility(
-    ancestors: Tensor | None, num_queries: int, num_nodes: int, device: torch.device
-) -> Tensor:  # fmt: skip
-    """Normalise `ancestors` (`None`, `(T, M)` or `(B, T, M)`) to `(1 or B, T, M)` bool on `device`.
-
-    `None` is a chain: query `i` is node `M - T + i` and sees every node up to itself.
-    """
-    if ancestors is None:
-        return torch.ones(1, num_queries, num_nodes, dtype=torch.bool, device=device).tril_(num_nodes - num_queries)
-    ancestors = ancestors.to(device=device, dtype=torch.bool)
-    return ancestors[None] if ancestors.dim() == 2 else ancestors
-
-
-def block_depths(depths: Tensor | None, ancestors: Tensor | None, visible: Tensor) -> Tensor:
-    """Normalise `depths` (`None`, `(M,)` or `(B, M)`) to `(1 or B, M)` on the device of `visible`."""
-    if depths is None and ancestors is None:
-        depths = torch.arange(visible.shape[2], device=visible.device)
-    elif depths is None:
-        assert visible.shape[1] == visible.shape[2], "depths of earlier nodes are not in a part of the block"
-        depths = visible.sum(-1) - 1
-    depths = depths.to(visible.device)
-    return depths[None] if depths.dim() == 1 else depths
-
-
 def block_masks(
-    layers: LayerSpans,
+    kinds: LayerKinds,
     placement: Placement,
     ancestors: Tensor | None,
     depths: Tensor | None,
@@ -92,21 +68,27 @@ def block_masks(
 
     See `SpeculativeCache.attention_mask`.
     """
-    assert placement.num_tokens, "place() comes before attention_mask()"
-    spans = layers.by_mask
+    num_queries, num_nodes, device = placement.num_tokens, placement.block_end, placement.device
+    assert num_queries, "place() comes before attention_mask()"
     # One query, rows alike, nothing of the block hidden from it: there is nothing to mask in a full layer.
-    open_ended = placement.num_tokens == 1 and placement.rows_alike and (ancestors is None or placement.after == 0)
+    open_ended = num_queries == 1 and placement.rows_alike and (ancestors is None or placement.after == 0)
     # The first chunk of all rows: kernels for causal attention skip half of it, and no mask has to be read.
     begins = none_is_causal and ancestors is None and placement.longest == placement.after == 0
-    if (open_ended or begins) and all(span.window is None for span in spans.values()):
-        return dict.fromkeys(spans) if layers.types else None
-    visible = block_visibility(ancestors, placement.num_tokens, placement.block_end, placement.device)
-    made: dict[AttentionSpan, Tensor | None] = {}
-    for span in dict.fromkeys(spans.values()):
-        if span.attends and span.window is not None:
-            made[span] = window_mask(span, placement, block_depths(depths, ancestors, visible), visible, dtype)
-        else:
-            made[span] = full_mask(placement, visible, dtype) if span.attends and not open_ended else None
-    if layers.types is None:
+    if (open_ended or begins) and not kinds.rings:
+        return dict.fromkeys(kinds.by_mask) if kinds.types else None
+    if ancestors is None:  # a chain: query `i` is node `M - T + i` and sees every node up to itself
+        visible = torch.ones(1, num_queries, num_nodes, dtype=torch.bool, device=device).tril_(num_nodes - num_queries)
+    else:
+        visible = ancestors.to(device=device, dtype=torch.bool)
+
+    def mask_of(kind: LayerKind) -> Tensor | None:
+        if kind.window is None:
+            return full_mask(placement, visible, dtype) if kind.attends and not open_ended else None
+        assert ancestors is None or depths is not None, "windows count positions, which a tree's depths tell"
+        positions = torch.arange(num_nodes, device=device)[None] if depths is None else depths.to(device)
+        return window_mask(kind, placement, positions, visible, dtype)
+
+    made = {kind: mask_of(kind) for kind in dict.fromkeys(kinds.by_mask.values())}
+    if kinds.types is None:
         return next(iter(made.values()))
-    return {kind: made[span] for kind, span in spans.items()}
+    return {name: made[kind] for name, kind in kinds.by_mask.items()}

@@ -65,7 +65,6 @@ class Placement:
         self.block, self.device = block, device
         self.reserved_slots = 0  # slots a full layer must own
         self.reserved_rows: int | None = None  # rows its buffers have; `None`: as many as there are rows
-        self.position_offsets: Tensor | None = None  # (A, B): what a row's slots are short of its positions, by axis
         self.row_changes = 0  # how often rows have joined, left or changed places
         self.set_batch(batch_size)
 
@@ -156,21 +155,6 @@ class Placement:
     def chain_slots(self) -> Tensor:
         """Slots `(B, T)` of the placed tokens."""
         return self.lengths_tensor[:, None] + torch.arange(self.after, self.block_end, device=self.device)
-
-    def position_ids(self, depths: Tensor | None = None) -> Tensor:
-        """See `SpeculativeCache.position_ids`."""
-        if depths is None:
-            positions = self.chain_slots
-        else:
-            positions = self.lengths_tensor[:, None] + depths[..., depths.shape[-1] - self.num_tokens :]
-        return positions if self.position_offsets is None else positions + self.position_offsets[:, :, None]
-
-    def kept_nodes(self, path: Tensor | Sequence[Sequence[int]] | None, counts: Sequence[int]) -> list[Sequence[int]]:
-        """Each row's accepted nodes; see `SpeculativeCache.keep`."""
-        if path is None:
-            return [range(count) for count in counts]
-        rows = path.tolist() if isinstance(path, Tensor) else path
-        return [list(row[:count]) for row, count in zip(rows, counts, strict=True)]
 
     def check(self, batch_size: int, num_tokens: int) -> None:
         """Raise an `UnsupportedGenerationError` unless so many rows of so many tokens are placed."""

@@ -41,7 +41,7 @@ class RowPool(SpeculativeCache):
         full = self.row_length(place)
         if length == full:
             return full > 0
-        return 0 < length < full <= min(self.spans.rings, default=full) and not self.has_states
+        return 0 < length < full <= min(self.kinds.rings, default=full) and not self.has_states
 
     def join(self, source: SpeculativeCache) -> int:
         """Copy the only row of `source` behind the live ones, where it becomes one of them. Returns its place.

@@ -5,7 +5,7 @@ One round, for target and drafter alike:
     cache.place(T)                                   # the next T tokens of row b go to slots lengths[b] + i
     model(tokens, past_key_values=cache, attention_mask=cache.attention_mask(ancestors, depths, dtype),
           position_ids=cache.position_ids(depths))
-    cache.keep(path, counts)                         # accepted nodes become the row's next tokens
+    cache.keep(paths)                                # accepted nodes become the row's next tokens
 
 `lengths` moves only in `keep`, `commit` and `rollback`. What a forward writes lies beyond it until then, so a forward
 that fails half-way leaves nothing to undo. Rejected and padded slots are never cleared: masks hide them until they
@@ -33,7 +33,7 @@ from .masks import block_masks
 from .placement import Placement
 from .quantized import Workspace, refuse_unquantizable
 from .slot_moves import SlotMoves, full_moves, ring_moves
-from .spans import AttentionSpan, LayerKinds, LayerSpans, kinds_from_config
+from .spans import LayerKind, LayerKinds, kinds_from_config, refuse_scaling_by_slot
 from .state_tape import LastNodes
 from .states import Settle, StatefulLayer, StateLayer, settle_states
 from .stock import HeldLayer, LayerStates, StateSnapshot, held_length, read_stock_layers
@@ -70,11 +70,15 @@ class SpeculativeCache(Cache):
         device: torch.device | str = "cpu",
     ):
         self.capacity, self.slab, self.device = capacity, slab, torch.device(device)
-        self.spans = LayerSpans.of(kinds, capacity)
+        self.kinds = kinds.within(capacity)
         self.placement = Placement(batch_size, min(block, capacity), self.device)
         self._workspace = Workspace()
+        self.position_offsets: Tensor | None = None  # (A, B): what a row's slots are short of its positions, by axis
         self._ends = [0] * batch_size  # of each row, one past the newest token that rings and states have ever read
-        layers = make_layers(self.spans.spans, kinds.num_states, self.placement, cache_type, self._workspace)
+        in_eight_bits = self._workspace if cache_type == "int8" else None
+        layers = [
+            make_layer(kind, index, self.placement, in_eight_bits) for index, kind in enumerate(self.kinds.layers)
+        ]
         self.attending: list[SlotLayer] = [layer for layer in layers if isinstance(layer, SlotLayer)]
         self.with_states: list[StateLayer] = [layer for layer in layers if isinstance(layer, StateLayer)]
         super().__init__(layers=layers)
@@ -90,7 +94,8 @@ class SpeculativeCache(Cache):
                 where `cache_type` is not `"full"`.
         """
         refuse_unquantizable(config, sizes.get("cache_type", "full"))
-        return cls(kinds_from_config(config, masks_by_type, capacity), capacity=capacity, **sizes)
+        refuse_scaling_by_slot(config, capacity)
+        return cls(kinds_from_config(config, masks_by_type), capacity=capacity, **sizes)
 
     def write_in(self, kept: KeptBuffers, name: str) -> None:
         """Store keys, values and states in memory that outlives this cache, the next one of this name will have it.
@@ -190,22 +195,23 @@ class SpeculativeCache(Cache):
 
     def mask_widths(self, num_slots: int) -> dict[str, int]:
         """Slots behind each mask, by layer type, where so many of full layers are looked at."""
-        spans = self.spans.by_mask.items()
-        return {kind: num_slots if span.ring is None else span.ring + self.block for kind, span in spans}
+        kinds = self.kinds.by_mask.items()
+        return {name: num_slots if kind.ring is None else kind.ring + self.block for name, kind in kinds}
 
     @property
     def has_windows(self) -> bool:
         """Whether some layers see only a window of the past."""
-        return bool(self.spans.rings)
+        return bool(self.kinds.rings)
 
     def position_ids(self, depths: Tensor | None = None) -> Tensor:
         """Positions of the placed tokens, `(B, T)`; `(A, B, T)` where the model counts along several axes.
 
         Args:
-            depths: depth of the placed nodes, `(T,)` or `(B, T)`, or of the whole block, `(M,)` or `(B, M)`; the root
-                of a tree has depth 0. `None` means a chain.
+            depths: of the placed nodes, `(1 or B, T)`; the root of a tree has depth 0. `None` means a chain.
         """
-        return self.placement.position_ids(depths)
+        placement = self.placement
+        positions = placement.chain_slots if depths is None else placement.lengths_tensor[:, None] + depths
+        return positions if self.position_offsets is None else positions + self.position_offsets[:, :, None]
 
     def offset_positions(self, offsets: Tensor | None) -> None:
         """Count along several axes from here on, as a model does behind pictures.
@@ -213,7 +219,7 @@ class SpeculativeCache(Cache):
         Args:
             offsets: `(A, B)`, how far positions run ahead of slots along each axis, of each row; `None`: not at all.
         """
-        self.placement.position_offsets = None if offsets is None else offsets.to(self.device)
+        self.position_offsets = None if offsets is None else offsets.to(self.device)
 
     def attention_mask(
         self,
@@ -226,10 +232,9 @@ class SpeculativeCache(Cache):
         """What stock models take as `attention_mask` for the placed tokens.
 
         Args:
-            ancestors: `[i, j]` true where block node `j` is query `i` or above it; `(T, M)` or `(B, T, M)` with
+            ancestors: `[b, i, j]` true where block node `j` is query `i` or above it, `(1 or B, T, M)` with
                 `M = after + T`. `None` means a chain.
-            depths: depth of every node of the block, `(M,)` or `(B, M)`. `None` derives them from `ancestors`, which
-                then must be square.
+            depths: of every node of the block, `(1 or B, M)`; asked where some layer sees a window.
             dtype: the model's.
             none_is_causal: whether the model takes `None` for several queries without a past to mean a chain.
 
@@ -238,41 +243,34 @@ class SpeculativeCache(Cache):
             `None` stands for a mask that hides nothing: eager and SDPA read it so for a single query. Or for a chain;
             see `none_is_causal`.
         """
-        return block_masks(self.spans, self.placement, ancestors, depths, dtype, none_is_causal=none_is_causal)
+        return block_masks(self.kinds, self.placement, ancestors, depths, dtype, none_is_causal=none_is_causal)
 
-    def keep(
-        self, path: Tensor | Sequence[Sequence[int]] | None, counts: Sequence[int], *, settle: Settle = settle_states
-    ) -> None:
-        """Commit accepted nodes, root included, in path order; the rest of the block is dropped.
+    def keep(self, nodes: Sequence[Sequence[int]], *, settle: Settle = settle_states) -> None:
+        """Commit the nodes that each row accepts, root included, in path order; the rest of the block is dropped.
 
         Args:
-            path: node numbers, `(B, A)`; entries from `counts[b]` on are ignored. `None` means nodes `0, 1, 2, ...`.
-                A tensor on an accelerator is read back here: hand over the host copy the loop has already.
-            counts: accepted nodes per row, 0 for a row that stands still.
+            nodes: their numbers; none of a row that stands still.
             settle: moves states on.
         """
-        kept, before = self.placement.kept_nodes(path, counts), self.lengths
-        lengths = [length + len(row) for length, row in zip(before, kept, strict=True)]
+        before = self.lengths
+        lengths = [length + len(row) for length, row in zip(before, nodes, strict=True)]
         # Noted before the first copy: a copy that fails may have overwritten what a rollback would need.
         self._ends = [max(end, length) for end, length in zip(self._ends, lengths, strict=True)]
         if self.has_states and lengths != before:
-            self._settle_states(kept, settle)
+            settle(self.with_states, LastNodes(self.placement.last_state_nodes(nodes), self.device))
         moves: dict[int | None, SlotMoves | None]
-        moves = {ring: ring_moves(before, kept, ring, self.device) for ring in self.spans.rings}
-        moves[None] = full_moves(before, kept, self.device)
+        moves = {ring: ring_moves(before, nodes, ring, self.device) for ring in self.kinds.rings}
+        moves[None] = full_moves(before, nodes, self.device)
         for layer in self.attending:
             needed = moves[layer.ring]
             if needed is not None and layer.is_initialized:
                 layer.copy(needed)
         self.placement.set_lengths(lengths)
 
-    def _settle_states(self, kept: Sequence[Sequence[int]], settle: Settle) -> None:
-        settle(self.with_states, LastNodes(self.placement.last_state_nodes(kept), self.device))
-
     def commit(self, num_tokens: int | Sequence[int]) -> None:
         """Commit the first placed tokens of each row (prefill): one number, or one per row of a right-padded chunk."""
         counts = [num_tokens] * self.batch_size if isinstance(num_tokens, int) else num_tokens
-        self.keep(None, counts)
+        self.keep([range(count) for count in counts])
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Truncate rows to these committed lengths and forget what is placed. The present lengths undo a forward.
@@ -285,7 +283,7 @@ class SpeculativeCache(Cache):
         """
         new = [int(length) for length in lengths]
         assert all(0 <= length <= old for length, old in zip(new, self.lengths, strict=True)), (new, self.lengths)
-        rings = self.spans.rings
+        rings = self.kinds.rings
         lost = [
             row
             for row, (length, end) in enumerate(zip(new, self._ends, strict=True))
@@ -314,7 +312,7 @@ class SpeculativeCache(Cache):
             layer.select_rows(rows)
         for states in self.with_states:
             states.select_states(rows)
-        before, ends, offsets = self.lengths, self._ends, self.placement.position_offsets
+        before, ends, offsets = self.lengths, self._ends, self.position_offsets
         self.offset_positions(None if offsets is None else offsets[:, rows])
         self.placement.set_batch(len(rows))
         self.placement.set_lengths([before[row] for row in rows])
@@ -366,21 +364,10 @@ class SpeculativeCache(Cache):
         return {index: layer for index, layer in held.items() if not layer.is_empty}
 
 
-def make_layers(
-    spans: Sequence[AttentionSpan],
-    num_states: Sequence[int],
-    placement: Placement,
-    cache_type: str,
-    workspace: Workspace,
-) -> list[Any]:
-    """One empty layer per span, with so many states each."""
-    layers: list[Any] = []
-    in_eight_bits = workspace if cache_type == "int8" else None
-    for index, (span, states) in enumerate(zip(spans, num_states or [0] * len(spans), strict=True)):
-        if not states:
-            layers.append(SlotLayer(placement, span.ring, in_eight_bits))
-        elif not span.attends:
-            layers.append(StateLayer(placement, num_states=states, index=index))
-        else:
-            layers.append(StatefulLayer(placement, span.ring, in_eight_bits, num_states=states, index=index))
-    return layers
+def make_layer(kind: LayerKind, index: int, placement: Placement, workspace: Workspace | None) -> Any:
+    """An empty layer of this kind, which stores 8 bits if there is a workspace."""
+    if not kind.num_states:
+        return SlotLayer(placement, kind.ring, workspace)
+    if not kind.attends:
+        return StateLayer(placement, num_states=kind.num_states, index=index)
+    return StatefulLayer(placement, kind.ring, workspace, num_states=kind.num_states, index=index)

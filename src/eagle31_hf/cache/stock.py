@@ -16,15 +16,12 @@ from transformers import GenerationMixin
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
-    DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
 )
 
 from ..errors import UnsupportedGenerationError
+from .spans import STOCK_LAYERS, is_dummy
 from .states import CONVOLUTION, RECURRENT, StateKey
 
 # transformers 5.24 renamed `past_key_values` to `cache`, in arguments of models and of `generate` and in outputs; until
@@ -32,11 +29,6 @@ from .states import CONVOLUTION, RECURRENT, StateKey
 _OLD, _NEW = "past_key_values", "cache"
 CACHE_ARGUMENT = _NEW if _NEW in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else _OLD
 """The name by which transformers hands a model its cache."""
-
-_READABLE = (
-    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer, LinearAttentionLayer,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,9 +99,9 @@ def read_stock_layers(dynamic: DynamicCache, batch_size: int | None = None) -> L
     held: LayerStates = {}
     layers: list[Any] = dynamic.layers
     for index, layer in enumerate(layers):
-        if type(layer).__name__ == "DummyLayer":  # a class of the newer transformers only
+        if is_dummy(layer):
             continue
-        content = _content(layer) if type(layer) in _READABLE else None
+        content = _content(layer) if type(layer) in STOCK_LAYERS else None
         if content is not None and content.is_empty:
             continue  # never written, as in layers that share another's keys and values
         if content is None or batch_size not in (None, content.num_rows):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.spans import LayerKinds
+from ..cache.spans import LayerKind, LayerKinds
 from ..cache.speculative import SpeculativeCache
 from ..drafting.host_numbers import on_device
 from .drafter import Eagle31Drafter
@@ -54,7 +54,7 @@ class DraftSession:
         # Attributes of a module cost 10 to 100 us each: asked once.
         self.device, self.dtype, self.draft_ids = drafter.device, drafter.dtype, drafter.draft_ids
         self.cache = self.cache_kind(
-            LayerKinds([attention_window(drafter)] * drafter.config.num_hidden_layers),
+            LayerKinds((LayerKind(attention_window(drafter)),) * drafter.config.num_hidden_layers),
             batch_size=batch_size,
             capacity=capacity,
             block=block,
@@ -228,7 +228,7 @@ class DraftSession:
         cache.place(tokens.shape[1], after=after)
         depths = None  # of a tree's nodes; where no window hides any, masks do not ask for them
         if ancestors is not None and cache.has_windows:
-            depths = on_device(self._depths, self.device)
+            depths = on_device([self._depths], self.device)
         mask: Tensor | None = cache.attention_mask(ancestors, depths, self.dtype)  # type: ignore[assignment]
         out = drafter.decode(drafter.embed(tokens), hidden, rotary, mask, cache)
         return out.normed, out.feedback

@@ -144,7 +144,7 @@ class FixedShapeCache(Cache):
     layers: list[FixedLayer | FixedStates]  # type: ignore[assignment]
 
     def __init__(self, source: SpeculativeCache):
-        self.block, self.spans = RunningBlock(), source.spans
+        self.block, self.kinds = RunningBlock(), source.kinds
         self.placement = Placement(source.batch_size, source.block, source.device)
         super().__init__(layers=[self._stand_in(layer) for layer in source.layers])
 
@@ -209,9 +209,9 @@ class FixedShapeCache(Cache):
     def masks(self, dtype: torch.dtype, ancestors: Tensor | None) -> Tensor | dict[str, Tensor | None] | None:
         """`mask` for all layers as the model takes it; `None` where no layer attends."""
         mask = self.mask(dtype, ancestors) if self._attending else None
-        if self.spans.types is None:
+        if self.kinds.types is None:
             return mask
-        return {kind: mask if span.attends else None for kind, span in self.spans.by_mask.items()}
+        return {name: mask if kind.attends else None for name, kind in self.kinds.by_mask.items()}
 
     def mask(self, dtype: torch.dtype, ancestors: Tensor | None = None) -> Tensor:
         """Made in the graph: the mask `(B, 1, T, S)` that `SpeculativeCache` gives full layers, over all their slots.

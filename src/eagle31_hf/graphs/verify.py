@@ -94,9 +94,9 @@ class CompiledVerification:
         output = self.eager(tree)
         return VerifiedBlock(output.logits, output.aux, tuple(layer.trace() for layer in self.cache.with_states))
 
-    def keep(self, path: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
+    def keep(self, nodes: Sequence[Sequence[int]]) -> None:
         """Commit accepted nodes as `SpeculativeCache.keep` does; states by a graph, if one has read the block."""
-        self.cache.keep(path, counts, settle=self._settle_states)
+        self.cache.keep(nodes, settle=self._settle_states)
 
     def _settle_states(self, layers: Sequence[StateLayer], last: LastNodes) -> None:
         """As `settle_states`."""
@@ -121,7 +121,7 @@ class CompiledVerification:
 
     def _key_of(self, rows: int, size: int, *, masks_trees: bool, rests: bool) -> GraphKey:
         """The graph that serves so many nodes; it may be padded."""
-        offsets = self.cache.placement.position_offsets
+        offsets = self.cache.position_offsets
         axes = 0 if offsets is None else len(offsets)
         shape = masks_trees, axes, *self.inputs.mask_widths.items(), self._attention
         exact = GraphKey("verify", rows, size, shape)
@@ -134,7 +134,7 @@ class CompiledVerification:
 
     def _inputs(self, tree: DraftTree, nodes: int, masks_trees: bool) -> tuple:
         """What a graph reads; masks only where it cannot make them itself."""
-        inputs, rows, offsets = self.inputs, len(tree.tokens), self.cache.placement.position_offsets
+        inputs, rows, offsets = self.inputs, len(tree.tokens), self.cache.position_offsets
         positions, missing = tree.depths, nodes - tree.size
         if missing:
             positions = F.pad(positions, (0, missing))  # padding has the root's, which is a valid one

@@ -186,7 +186,7 @@ class Round:
         """
         counts = [len(tokens) for tokens in written]
         keeping = self.caches.target if self.verification is None else self.verification
-        keeping.keep(accepted.paths, counts)
+        keeping.keep([path[:count] for path, count in zip(accepted.paths, counts, strict=True)])
         ahead, session = self._ahead, self.caches.drafter
         if ahead is not None and session is not None:
             with self.clock.phase("draft"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..cache.spans import LayerKinds
+from ..cache.spans import LayerKind, LayerKinds
 from ..cache.speculative import SpeculativeCache
 from ..checkpoints import filled, inspect_checkpoint, require_head, resolve_checkpoint, target_holds_head
 from ..checkpoints.eagle_network import DrafterOutput, Eagle31Network
@@ -57,8 +57,9 @@ class DrafterRun(CountedForwards):
 
     def _run_over_our_cache(self, forward: Forward) -> Count:
         with torch.no_grad(), StorageCounter() as counter, FusedKernels():
+            kinds = LayerKinds(tuple(map(LayerKind, self.windows)))
             cache = SpeculativeCache(
-                LayerKinds(list(self.windows)), batch_size=forward.batch, capacity=forward.slots, block=forward.block,
+                kinds, batch_size=forward.batch, capacity=forward.slots, block=forward.block,
                 slab=1 if forward.grows else None, device="meta",
             )  # fmt: skip
             read_before(forward, cache, lambda tokens: self._read(forward, cache, tokens))

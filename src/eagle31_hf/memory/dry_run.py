@@ -288,15 +288,17 @@ class DryRun(CountedForwards):
         for each in (self.model.config, self.text):
             each.pad_token_id = None  # else some look for pads among ids that have no values
         try:
-            kinds = kinds_from_config(self.text, None, 1)
+            kinds = kinds_from_config(self.text)
         except IncompatibleTargetError as error:
             raise MemoryPlanError(str(error)) from error
         mixers = Mixers(self.model)
-        self.has_states, self.is_decoded_plainly = any(kinds.num_states), bool(mixers.unrecorded)
+        self.has_states = any(kind.num_states for kind in kinds.layers)
+        self.is_decoded_plainly = bool(mixers.unrecorded)
         mixers.let_go()
         self._computed = _skip_layers_alike(self.model, self.text)
         ours = [partial(self._run_over_our_cache, masks_by_type=each) for each in (None, True, False)]
-        super().__init__(type(model).__name__, kinds.windows, [*ours, self._run_over_a_stock_cache])
+        windows = [kind.window for kind in kinds.layers]
+        super().__init__(type(model).__name__, windows, [*ours, self._run_over_a_stock_cache])
 
     @cached_property
     def fingerprint(self) -> str:

@@ -52,7 +52,7 @@ def require_mixers(model: PreTrainedModel) -> bool:
         "states lie in transformers' own cache layers, or one whose layers are all attention"
     )
     try:
-        num_states = kinds_from_config(text, None, 1).num_states
+        num_states = [kind.num_states for kind in kinds_from_config(text).layers]
     except IncompatibleTargetError as error:
         raise IncompatibleTargetError(refusal.format(error)) from error
     if not any(num_states):

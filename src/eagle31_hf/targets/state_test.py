@@ -43,7 +43,7 @@ def state_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
     verify, errors, ends = Verification(binding, cache), [0.0], [0, 0]
     for chain, counts in zip(chains, KEPT, strict=True):
         found = verify(DraftTree.chain(chain.expand(2, -1))).logits
-        cache.keep(None, counts)
+        cache.commit(counts)
         for row, count in enumerate(counts):
             wanted = plain[row].logits[ends[row] : ends[row] + count]
             ends[row] += count
