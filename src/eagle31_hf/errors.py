@@ -176,6 +176,11 @@ def removal(name: str) -> str | None:
     return f"{name} went in 0.2.0: {REMOVED_IN_0_2[name]}" if name in REMOVED_IN_0_2 else None
 
 
+def count(number: int, noun: str) -> str:
+    """`"1 token"`, `"1,024 tokens"`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in one line; its kind where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -56,12 +56,11 @@ def test_lines_have_ids_and_categories(tmp_path: Path) -> None:
         ('{"messages": [{"from": "robot", "value": "x"}]}', r"line 2, messages\[0\] is from 'robot', a speaker nobody"),
         ('{"prompt": "x", "answer_ids": ["y"]}', r"line 2: answer_ids holds something else"),
         ('{"prompt": "x", "answer_temperature": "warm"}', r"line 2: answer_temperature is 'warm'"),
-        ('{"id": "same", "prompt": "x"}', "two rows have the id 'same'"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(TrainingError, match=message):
-        read_files(tmp_path, bad__jsonl='{"id": "same", "prompt": "Hello"}\n' + line + "\n")
+        read_files(tmp_path, bad__jsonl='{"prompt": "Hello"}\n' + line + "\n")
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -80,16 +79,13 @@ def test_a_bad_list_is_named(tmp_path: Path) -> None:
         read_files(tmp_path, chats__json='[{"prompt": "x"}, "y"]')
 
 
-def test_ids_that_files_share_are_told_apart(tmp_path: Path) -> None:
+def test_a_file_is_named_once(tmp_path: Path) -> None:
     row = json.dumps({"question_id": 81, "turns": ["A question"]})
     found = read_files(tmp_path, mt_bench__jsonl=row, spec_bench__jsonl=row)
-    assert [row.id for row in found] == ["81", "spec_bench/81"]
-    (tmp_path / "again").mkdir()
-    (tmp_path / "again" / "spec_bench.jsonl").write_text(row)
-    files = [tmp_path / "mt_bench.jsonl", tmp_path / "spec_bench.jsonl", tmp_path / "again"]
-    assert [row.id for row in read_conversations(files)] == ["81", "spec_bench/81", "spec_bench/81-2"]
-    with pytest.raises(TrainingError, match=r"two rows have the id '81'.*name every file once"):
-        read_conversations([files[0], files[0]])
+    assert [row.id for row in found] == ["81", "81"], "ids are names, and files may share them"
+    for sources in ([tmp_path / "mt_bench.jsonl"] * 2, [tmp_path, tmp_path / "spec_bench.jsonl"]):
+        with pytest.raises(TrainingError, match=r"bench\.jsonl is named twice; name every file once"):
+            read_conversations(sources)
 
 
 EMPTY_ROWS: tuple[dict[str, Any], ...] = (

@@ -30,7 +30,7 @@ from eagle31_hf.training.objectives import (
     cross_entropy,
     require_stage_two,
 )
-from eagle31_hf.training.writing import regenerate
+from eagle31_hf.training.writing import regenerate, with_keys
 from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded, target_of
 
 STEPS, TOP_K = 3, 7
@@ -73,7 +73,7 @@ def test_rows_say_which_tokens_the_target_wrote_and_how_warmly() -> None:
 
 def test_answers_keep_the_temperature_they_were_written_at(tmp_path: Any) -> None:
     target, tokenizer = target_of("demo-target"), demo_tokenizer()
-    chats = [Conversation(str(i), "a", ({"role": "user", "content": f"Hello {i}"},)) for i in range(6)]
+    chats = with_keys([Conversation(str(i), "a", ({"role": "user", "content": f"Hello {i}"},)) for i in range(6)])
     how = writing(temperature=(0.0, 0.8))
     written = regenerate(chats, target, tokenizer, tmp_path / "answers.jsonl", how)
     assert {row.answer_temperature for row in written} == {0.0, 0.8}

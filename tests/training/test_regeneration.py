@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle31_hf.demo import target_path
-from eagle31_hf.errors import TrainingError
 from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.preparation import resolve
 from eagle31_hf.training.settings import TrainingSettings
@@ -21,7 +20,7 @@ from helpers import CONFIGS, random_target
 
 
 def conversations(count: int) -> list[Conversation]:
-    return [replace(chat(), id=f"row-{i}", messages=tuple(CHAT[: 2 + 2 * (i % 2)])) for i in range(count)]
+    return with_keys([replace(chat(), id=f"row-{i}", messages=tuple(CHAT[: 2 + 2 * (i % 2)])) for i in range(count)])
 
 
 def test_the_target_writes_every_turn_after_its_own_turns(tmp_path: Path, target, tokenizer) -> None:
@@ -41,20 +40,22 @@ def test_the_target_writes_every_turn_after_its_own_turns(tmp_path: Path, target
 def test_writing_goes_on_after_a_kill(tmp_path: Path, target, tokenizer, monkeypatch) -> None:
     how = writing(regenerate="last", write_rows=2)
     file = tmp_path / "c.jsonl"
-    whole = regenerate(conversations(5), target, tokenizer, file, how)
+    rows = conversations(5)
+    whole = regenerate(rows, target, tokenizer, file, how)
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * 0.7)])  # in the middle of a line
     kept = file.read_bytes().count(b"\n")
     monkeypatch.chdir(target_path().parent)
     monkeypatch.setattr(target, "name_or_path", target_path().name)  # the same target, started from elsewhere
     calls: list[tuple[int, float]] = []
-    again = regenerate(conversations(5), target, tokenizer, file, how, on_progress=lambda *call: calls.append(call))
+    again = regenerate(rows, target, tokenizer, file, how, on_progress=lambda *call: calls.append(call))
     assert again == whole
     assert calls[0] == (kept, 0.0)
     assert sum(ended for ended, _ in calls) == 5
     assert any(0 < underway < 1 for _, underway in calls), "the bar moves with tokens"
-    with pytest.raises(TrainingError, match="max_new_tokens: 6, now 7"):
-        regenerate(conversations(5), target, tokenizer, file, replace(how, max_new_tokens=7))
+    longer = regenerate(rows, target, tokenizer, file, replace(how, max_new_tokens=7))
+    assert {len(row.answer_ids) for row in longer} == {7}, "by other settings they are written anew"
+    assert regenerate(rows, target, tokenizer, file, how) == whole, "and the others stay"
 
 
 def test_no_beams_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +74,9 @@ def test_rows_are_known_by_what_they_ask(tmp_path: Path, target, tokenizer) -> N
     how = writing(regenerate="last")
     file = tmp_path / "c.jsonl"
     rows = [replace(chat(), id=f"f-{i}", messages=({"role": "user", "content": f"I need {i} beds."},)) for i in (1, 2)]
-    first = regenerate(rows, target, tokenizer, file, how)
+    first = regenerate(with_keys(rows), target, tokenizer, file, how)
     new = replace(rows[0], messages=({"role": "user", "content": "A taxi, please."},))
-    moved = [new, *(replace(row, id=f"f-{i}") for i, row in enumerate(rows, 2))]  # one line put in front
+    moved = with_keys([new, *(replace(row, id=f"f-{i}") for i, row in enumerate(rows, 2))])  # one line put in front
     counts: list[int] = []
     again = regenerate(moved, target, tokenizer, file, how, on_progress=lambda ended, _: counts.append(ended))
     assert counts[0] == 2, "both rows are kept"
@@ -102,7 +103,7 @@ def test_every_conversation_is_written_once_beside_its_like(lengths: list, size:
 
 
 def test_several_temperatures_share_the_conversations(tmp_path: Path, target, tokenizer) -> None:
-    rows = with_keys(conversations(12))
+    rows = conversations(12)
     how = writing(regenerate="last", temperature=(0.0, 5.0, 0.0), max_new_tokens=8)
     found = batches(rows, how)
     assert sorted(row.id for batch in found for row in batch) == sorted(row.id for row in rows), "each once"

@@ -15,6 +15,7 @@ from eagle31_hf.stats import Acceptance
 from eagle31_hf.training.progress import StopRequest, describe_kept, open_folder, telling_what_is_kept
 from eagle31_hf.training.report import StageResult, TrainingPlan, TrainingReport, command_line, learning_curve
 from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.training.writing import KeptLines
 
 PLAN = TrainingPlan(
     rows=10, tokens=4000, supervised_tokens=4000, coverage=1.0, rows_per_step=2, steps=30, step_s=2.0, measurements=3,
@@ -25,11 +26,8 @@ PLAN = TrainingPlan(
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "prompts.jsonl").write_text("{}\n{}\n")
-    for name in ("conversations.jsonl", "conversations-1.jsonl"):
-        (tmp_path / "data" / name).write_text("{}\n")
-    for name in ("prompts", "conversations", "conversations-1"):
-        (tmp_path / "data" / f"{name}.settings.json").write_text("{}")
+    for name, number in (("prompts", 2), ("conversations", 1), ("conversations-1", 1)):
+        KeptLines(tmp_path / "data" / f"{name}.jsonl").add(*[{}] * number)
     checkpoint = tmp_path / "stage1" / "checkpoint-1500"
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.json").write_text('{"global_step": 1500}')
@@ -55,14 +53,20 @@ def test_a_drafter_of_no_use_is_called_so(tmp_path: Path) -> None:
 
 
 def test_fresh_removes_what_a_run_has_left_and_nothing_else(out: Path) -> None:
-    for name in ("data/mine.jsonl", "data/conversations-of-others.jsonl", "stages.txt", "rows.jsonl"):
+    others = (
+        "data/mine.jsonl",
+        "data/conversations-of-others.jsonl",
+        "data/measured.jsonl",
+        "stages.txt",
+        "rows.jsonl",
+    )
+    for name in others:
         (out / name).write_text("{}\n")
     (out / "stage-photos").mkdir()
     fresh = TrainingSettings("t", ("rows.jsonl",), out, fresh=True)
     open_folder(fresh, Console(quiet=True))
     left = sorted(str(path.relative_to(out)) for path in out.rglob("*"))
-    assert left == ["data", "data/conversations-of-others.jsonl", "data/mine.jsonl", "rows.jsonl", "stage-photos",
-                    "stages.txt"]  # fmt: skip
+    assert left == sorted((*others, "data", "stage-photos"))
     assert describe_kept(out) == ""
 
 

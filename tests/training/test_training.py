@@ -34,7 +34,8 @@ def make_trainer(folder: Path, *, steps: int, batch: int = 2, accumulate: int = 
     args = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=batch, logging_steps=1,
         gradient_accumulation_steps=accumulate, report_to="none", disable_tqdm=True, use_cpu=True, seed=5,
-        remove_unused_columns=False, lr_scheduler_type="cosine", learning_rate=1e-2, **({"save_steps": 2} | arguments),
+        remove_unused_columns=False, lr_scheduler_type="cosine",
+        **({"save_steps": 2, "learning_rate": 1e-2} | arguments),
     )  # fmt: skip
     prompts = [EvaluationPrompt([1, 5, 9], "a"), EvaluationPrompt([1, 7, 8, 4], "b")]
     prompts = prompts[args.process_index :: args.world_size]
@@ -62,6 +63,19 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
     drafter = Eagle31Drafter.from_pretrained(checkpoint)  # a checkpoint is a drafter like any other
     assert drafter.config.draft_vocab_size == DRAFT_VOCABULARY
+
+
+def test_a_resumed_run_learns_at_the_rate_it_is_given(tmp_path: Path) -> None:
+    make_trainer(tmp_path, steps=2).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    rates = {}
+    for rate in (1e-2, 5e-3):
+        resumed = make_trainer(tmp_path / str(rate), steps=6, learning_rate=rate)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        logged = [entry for entry in resumed.state.log_history if "loss" in entry and entry["step"] > 2]
+        rates[rate] = [entry["learning_rate"] for entry in logged]
+    assert rates[5e-3] == pytest.approx([each / 2 for each in rates[1e-2]])
+    assert max(rates[1e-2]) > 0
 
 
 def test_training_fits_a_small_text(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from chat_rows import CHAT, run_of
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny_training import make_drafter, make_target
 
@@ -58,14 +59,24 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     with pytest.raises(TrainingError, match=r"holds an earlier run .*go on with --resume, begin anew with --fresh"):
         train_drafter(told)
     weights = (told.out / "model.safetensors").read_bytes()
+    console = Console(file=io.StringIO(), width=200)
     for steps in (2, 1):
-        again = train_drafter(replace(told, resume=True, max_steps=steps))
+        again = train_drafter(replace(told, resume=True, max_steps=steps), console=console)
         assert again == report, "finished before: not trained again"
     assert (told.out / "model.safetensors").read_bytes() == weights
-    more = train_drafter(replace(told, resume=True, max_steps=5))
+    said = console.file.getvalue()
+    assert "the target writes its own turns" not in said, "they are there"
+    assert said.count("changed   ") == 1
+    assert "changed   max_steps 1 instead of 2\n" in said
+    more = train_drafter(replace(told, resume=True, max_steps=5, learning_rate=0.5), console=console)
+    assert "changed   max_steps 5 instead of 1, learning_rate 0.5 instead of 0.002\n" in console.file.getvalue()
     assert more.stages[0].steps == 5
     assert (told.out / "model.safetensors").read_bytes() != weights
-    assert json.loads((told.out / "training_report.json").read_text())["recipe"]["max_steps"] == "5"
+    recorded = json.loads((told.out / "training_report.json").read_text())
+    assert recorded["recipe"]["max_steps"] == "5"
+    (change,) = recorded["changed"]
+    assert change == "from step 3 on max_steps 5 instead of 2, learning_rate 0.5 instead of 0.002"
+    assert f"resumed with other options: {change}." in (told.out / "README.md").read_text()
     second = train_drafter(replace(told, stage="2", drafter=str(told.out), out=tmp_path / "second", max_steps=1))
     assert [(stage.name, stage.steps) for stage in second.stages] == [("stage2", 1)]
     assert [point["step"] for point in second.stages[0].curve] == [0, 1], "beside what it began with"
@@ -102,9 +113,9 @@ def test_a_run_has_as_many_steps_as_its_minutes_hold(tmp_path: Path, monkeypatch
         ({"stage": "both"}, r"--stage both went in 0\.2\.0: train stage 1, then"),
         ({"stage": "2"}, "stage 2 improves a trained drafter"),
         ({"prompts": ()}, "no prompts given"),
-        ({"ttt_steps": 0}, "ttt_steps is 0; wanted at least 1"),
-        ({"max_steps": -3}, "max_steps is -3; wanted at least 1"),
-        ({"max_rows": 0}, "max_rows is 0; wanted at least 1"),
+        ({"ttt_steps": 0}, "ttt_steps is 0; wanted more than 0"),
+        ({"max_steps": -3}, "max_steps is -3; wanted more than 0"),
+        ({"max_rows": 0}, "max_rows is 0; wanted more than 0"),
         ({"epochs": -1.0}, "epochs is -1.0; wanted more than 0"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0; wanted more than 0"),
         ({"minutes": 0.0}, "minutes is 0.0; wanted more than 0"),
@@ -156,7 +167,7 @@ def test_texts_to_measure_on_are_greedy_ones_and_those_that_are_served(
     assert len(written) == 2 * len(prompts)
     for ours, theirs in zip(first, again, strict=True):
         assert [text.text.ids.tolist() for text in ours.texts] == [text.text.ids.tolist() for text in theirs.texts]
-    assert describe_kept(tmp_path) == "4 texts to measure on"
+    assert describe_kept(tmp_path) == "4 held-out answers"
     run.settings = replace(run.settings, temperature=(0.7,))
     monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.3)
     assert [texts.temperature for texts in run._known_texts(drafter, prompts)] == [0.0, 0.7]

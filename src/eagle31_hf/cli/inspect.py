@@ -11,7 +11,8 @@ from rich.text import Text
 
 from ..checkpoints import CheckpointSummary, inspect_checkpoint
 from ..config import Eagle31Config, MtpConfig
-from .options import JsonOption, command, count, make_console, option, write_json
+from ..errors import count
+from .options import JsonOption, command, make_console, option, write_json
 
 
 @command

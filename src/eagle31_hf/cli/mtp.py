@@ -20,10 +20,10 @@ from ..checkpoints import (
 from ..checkpoints.graft import graft_head
 from ..drafter.draft_rows import with_draft_rows, with_rows
 from ..drafter.loading import require_tokenizer
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, count
 from ..texts.conversations import read_conversations
 from ..training.data import build_vocabulary, coverage
-from .options import command, count, make_console, option
+from .options import command, make_console, option
 
 
 @command

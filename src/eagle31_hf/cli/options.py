@@ -150,11 +150,6 @@ def error_line(error: Exception | str) -> Text:
     return Text.assemble(("error: ", "bold red"), (str(error), "red"))
 
 
-def count(number: int, noun: str) -> str:
-    """`"1 token"`, `"1,024 tokens"`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def make_console(*, stderr: bool = False) -> Console:
     """A console no wider than our tables are made for."""
     made = Console(stderr=stderr, highlight=False)

@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from ..errors import count
 from ..measure.bench import Measured
 from ..stats import SpeculationStats
-from .options import count
 
 ACCEPTED_STYLE = "green"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from time import perf_counter
 
+from ..errors import count
 from ..generate.warm_up import warm_up
 from ..graphs.steps import GraphKey
 from ..measure.origin import origin
 from ..sampling.logits_processing import sampling_options
-from .options import JsonOption, command, count, make_console, option, write_json
+from .options import JsonOption, command, make_console, option, write_json
 from .pairs import PairSource, load_pair
 from .progress import waiting_for
 

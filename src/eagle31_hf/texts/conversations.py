@@ -6,14 +6,12 @@ import csv
 import itertools
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import TrainingError, first_line
-from .rows import Conversation, conversation_from_row, is_empty, parsed
+from .rows import Conversation, conversation_from_row, parsed
 
 TABLES = {".csv": ",", ".tsv": "\t"}
 """Files of tables, by their endings, and what stands between two fields."""
@@ -26,51 +24,32 @@ def read_conversations(
     `datasets`).
 
     Args:
-        sources: read in order. Ids that two files have in common are told apart by the second one's name.
+        sources: read in order, each file once.
         limit: most rows per source.
         on_empty: told where a row without any text stands; it is left out.
     """
-    found: dict[str, Conversation] = {}
-    origins: dict[str, str] = {}  # of each id
+    found: list[Conversation] = []
+    read: set[str] = set()
     for source in sources:
-        for origin, conversation in itertools.islice(_read_source(str(source), on_empty), limit):
-            if origins.get(conversation.id, origin) != origin:
-                conversation = replace(conversation, id=_id_beside(found, origin, conversation.id))
-            elif conversation.id in found:
-                raise TrainingError(
-                    f"{origin}: two rows have the id {conversation.id!r}; give every row an id of its own, and name "
-                    "every file once"
-                )
-            found[conversation.id], origins[conversation.id] = conversation, origin
+        found += itertools.islice(_read_source(str(source), read, on_empty), limit)
     if not found:
         raise TrainingError(f"no conversations in {', '.join(map(str, sources)) or 'no source'}; name a JSONL file")
-    return list(found.values())
+    return found
 
 
-def _id_beside(taken: Collection[str], origin: str, identity: str) -> str:
-    """Another file has a row of this id, too."""
-    named = f"{Path(origin).stem}/{identity}"
-    numbered = (f"{named}-{number}" for number in itertools.count(2))
-    return next(name for name in itertools.chain([named], numbered) if name not in taken)
-
-
-def with_unique_ids(conversations: list[Conversation]) -> list[Conversation]:
-    """The same; raises a `TrainingError` that names the id if two have one."""
-    for name, count in Counter(conversation.id for conversation in conversations).items():
-        if count > 1:
-            raise TrainingError(f"two rows have the id {name!r}; give every row an id of its own")
-    return conversations
-
-
-def _read_source(source: str, on_empty: Callable[[str], None]) -> Iterator[tuple[str, Conversation]]:
-    """Conversations of a source, with the file or data set each is from."""
+def _read_source(source: str, read: set[str], on_empty: Callable[[str], None]) -> Iterator[Conversation]:
+    """Conversations of a source, whose files are added to those `read`."""
     for origin, name, rows in tables(source):
+        if origin in read:
+            raise TrainingError(f"{origin} is named twice; name every file once")
+        read.add(origin)
         for number, where, row in rows:
-            if is_empty(row):
-                on_empty(where)
-                continue
             category = name.rpartition("/")[2]
-            yield origin, conversation_from_row(row, where=where, fallback_id=f"{name}-{number}", category=category)
+            found = conversation_from_row(row, where=where, fallback_id=f"{name}-{number}", category=category)
+            if found.is_empty:
+                on_empty(where)
+            else:
+                yield found
 
 
 Rows = Iterator[tuple[int, str, Any]]

@@ -57,7 +57,7 @@ _WEB_UI_DETAILS = re.compile(r"<details\b[^>]*\btype=.*?</details>\s*", re.DOTAL
 class Conversation:
     """One row of training or evaluation data."""
 
-    id: str  # the row's own id, else file and line; unique within a data set
+    id: str  # the row's own id, else file and line: what messages name it by
     category: str  # what acceptance is reported by: the row's `category`, else the name of its file
     messages: tuple[Message, ...]  # chat messages; one message of role `"text"` for a row that is no chat
     # token ids with which the target itself ended the last message (`training.writing`); empty otherwise
@@ -72,6 +72,12 @@ class Conversation:
     def is_text(self) -> bool:
         """Plain text without roles."""
         return self.messages[0]["role"] == "text"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no one says a word or calls a tool."""
+        said = [each for each in self.messages if each["role"] != "system"]
+        return not any(each["content"].strip() or each.get("tool_calls") for each in said)
 
 
 def conversation_from_row(row: Any, *, where: str, fallback_id: str, category: str) -> Conversation:
@@ -127,27 +133,24 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 
 def _messages_of(row: dict[str, Any], where: str) -> tuple[Message, ...]:
+    """Its messages; none where what should hold them is empty."""
     _refuse(row, _UNREAD, where, "train on rows of text alone")
     if isinstance(row.get("chat"), dict):
         row = _web_ui_row(row["chat"], where)
     if isinstance(row.get("turns"), str):
         row = {**row, "turns": [row["turns"]]}
-    chat = next((key for key in (*_CHATS, "turns") if isinstance(row.get(key), list) and row[key]), None)
+    chat = next((key for key in (*_CHATS, "turns", "prompt") if isinstance(row.get(key), list) and row[key]), None)
     if chat is None and isinstance(row.get("chosen"), list) and not row.get("prompt"):
         chat = "chosen"
+    if chat is None:
+        return _with_system(_prompt_and_answer(row, where), row, where)
+    _refuse(row, _PARTS_OF_A_PROMPT, where, f"put it into {chat}, or leave it out")
+    entries = row[chat]
     if chat == "turns":
-        messages: tuple[Message, ...] = tuple(
-            {"role": "user", "content": _text(turn, f"{where}, turns")} for turn in row["turns"]
-        )
-    elif chat is not None:
-        messages = _messages(row[chat], f"{where}, {chat}")
-    elif isinstance(row.get("prompt"), list) and row["prompt"]:
-        chat = "prompt"
-        messages = _messages([*row["prompt"], *_completion(row)], f"{where}, prompt")
-    else:
-        messages = _prompt_and_answer(row, where)
-    if chat is not None:
-        _refuse(row, _PARTS_OF_A_PROMPT, where, f"put it into {chat}, or leave it out")
+        entries = [{"role": "user", "content": turn} for turn in entries]
+    elif chat == "prompt":
+        entries = [*entries, *_completion(row)]
+    messages = tuple(_message(entry, f"{where}, {chat}[{i}]") for i, entry in enumerate(entries))
     return _with_system(messages, row, where)
 
 
@@ -156,10 +159,6 @@ def _refuse(row: dict[str, Any], names: Sequence[str], where: str, advice: str) 
     for name in names:
         if row.get(name):
             raise TrainingError(f"{where}: {name} cannot be read here; {advice}")
-
-
-def _messages(entries: Sequence[Any], where: str) -> tuple[Message, ...]:
-    return tuple(_message(entry, f"{where}[{i}]") for i, entry in enumerate(entries))
 
 
 def _completion(row: dict[str, Any]) -> list[Any]:
@@ -174,12 +173,15 @@ def _completion(row: dict[str, Any]) -> list[Any]:
 
 def _prompt_and_answer(row: dict[str, Any], where: str) -> tuple[Message, ...]:
     """A prompt of its parts, the turns before it, and its answer; or plain text."""
-    row = _with_prompt(row)
-    key = next((key for key in (*_PROMPTS, "input") if row.get(key)), None)
+    if "user" in row and "assistant" in row:
+        row = {"prompt": row["user"], "answer": row["assistant"], **row}
+    key = next((key for key in (*_PROMPTS, "input") if str(row.get(key) or "").strip()), None)
     if key is None:
         if row.get("text"):
             _refuse(row, (*_SYSTEMS, *_PARTS_OF_A_PROMPT), where, "give the row as messages")
             return ({"role": "text", "content": _text(row["text"], f"{where}, text")},)
+        if any(place in row for place in (*_CHATS, "turns", *_PROMPTS, "input", "text")):
+            return ()
         raise TrainingError(
             f"{where}: no messages (keys: {', '.join(map(str, row)) or 'none'}); wanted conversations, messages, "
             "turns, prompt, question, instruction, input or text"
@@ -193,12 +195,6 @@ def _prompt_and_answer(row: dict[str, Any], where: str) -> tuple[Message, ...]:
     answer = None if row.get("label") is False else next(answers, None)  # KTO's unwanted ones
     following = () if answer is None else ({"role": "assistant", "content": answer},)
     return (*_history(row.get("history") or [], f"{where}, history"), {"role": "user", "content": prompt}, *following)
-
-
-def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose prompt and answer go by their speakers has them by their names, too."""
-    pair = "user" in row and "assistant" in row
-    return {"prompt": row["user"], "answer": row["assistant"], **row} if pair else row
 
 
 def _history(pairs: Any, where: str) -> list[Message]:
@@ -215,7 +211,7 @@ def _history(pairs: Any, where: str) -> list[Message]:
 def _with_system(messages: tuple[Message, ...], row: dict[str, Any], where: str) -> tuple[Message, ...]:
     """With the system prompt that stands beside the messages in front of them."""
     key = next((key for key in _SYSTEMS if row.get(key)), None)
-    if key is None:
+    if key is None or not messages:
         return messages
     message: Message = {"role": "system", "content": _text(row[key], f"{where}, {key}")}
     if messages[0]["role"] != "system":
@@ -326,22 +322,3 @@ def parsed(text: str, where: str) -> Any:
         ) from None
     except (RecursionError, ValueError) as error:  # nested without end, or a number of thousands of digits
         raise TrainingError(f"{where}: not usable JSON ({str(error)[:80]}); mend or remove it") from None
-
-
-def is_empty(row: Any) -> bool:
-    """Whether it has a place for text and nothing there."""
-    if not isinstance(row, dict):
-        return False
-    row = _with_prompt(row)
-    places = [row[key] for key in (*_CHATS, "turns", *_PROMPTS, "input", "text") if key in row]
-    return bool(places) and not any(map(_has_text, places))
-
-
-def _has_text(place: Any) -> bool:
-    """Anything but blanks, at whatever depth; what is of an unknown kind will be named when it is read."""
-    if isinstance(place, dict):
-        told = [place[key] for key in ("content", "value", "text", "tool_calls") if key in place]
-        return any(map(_has_text, told)) if told else True
-    if isinstance(place, list):
-        return any(map(_has_text, place))
-    return bool(place.strip()) if isinstance(place, str) else place is not None

@@ -11,8 +11,6 @@ are better known than either.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +33,7 @@ from ..stats import Acceptance
 from ..targets.binding import TargetBinding
 from ..texts.rows import FIRST_MESSAGES, Conversation, up_to_question
 from .data import prompt_ids
-from .writing import OnProgress, append_lines, place_of, read_whole_lines, write_batch
+from .writing import KeptLines, OnProgress, place_of, write_batch
 
 SERVED_BY = ("bos_token_id", "eos_token_id", "pad_token_id", "temperature", "top_k", "top_p", "min_p")
 """What is left of a target's generation config in texts that acceptance is told from."""
@@ -155,13 +153,10 @@ def _answers(
     model: Any, prompts: Sequence[list[int]], how: dict[str, Any], kept: Path | None, on_progress: OnProgress
 ) -> list[list[int]]:
     """Answers that are written side by side by these options of `write_batch`, or were by an earlier run."""
-    answers: dict[int, list[int]] = {}
     with served_by_scores(model):
-        asked = [place_of(model), str(model.generation_config), prompts, how]
-        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
-        if kept is not None:
-            lines = read_whole_lines(kept, {}, identity="key")
-            answers = {line["row"]: line["answer"] for line in lines if line["key"] == key}
+        served_by = str(model.generation_config)
+        lines = KeptLines(kept, target=place_of(model), served_by=served_by, prompts=prompts, how=how)
+        answers = {line["row"]: line["answer"] for line in lines.rows}
         if len(answers) < len(prompts):
             write_batch(
                 model,
@@ -170,8 +165,7 @@ def _answers(
                 on_token=lambda share: on_progress(0, share * len(prompts)),
                 **how,
             )
-            if kept is not None:
-                append_lines(kept, [{"key": key, "row": row, "answer": answers[row]} for row in range(len(prompts))])
+            lines.add(*({"row": row, "answer": answers[row]} for row in range(len(prompts))))
     on_progress(len(prompts), 0.0)
     return [answers[row] for row in range(len(prompts))]
 

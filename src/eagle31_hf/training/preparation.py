@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from ..errors import TrainingError
 from ..memory.cards import best_kind
 from ..targets.fresh_drafter import trained_context
 from ..texts.rows import Conversation
-from .settings import SMALL_TARGET_PARAMETERS, TrainingSettings
+from .settings import TrainingSettings
 
 HELD_OUT_ROWS = 64
+SMALL_TARGET_PARAMETERS = 200_000_000
 
 
 def load_target(settings: TrainingSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -50,23 +51,14 @@ def is_small(target: PreTrainedModel) -> bool:
 
 
 def resolve(settings: TrainingSettings, target: PreTrainedModel) -> TrainingSettings:
-    """Fill what was left open to suit the target's size."""
+    """Fill what was left open to suit the target."""
     config = target.config.get_text_config()
-    small = is_small(target)
-    length = 512 if small else 4096
+    by_size = {each.name: each.metadata.get("by_size") for each in fields(settings)}
+    place = 0 if is_small(target) else 1
+    defaults: dict[str, Any] = {name: both[place] for name, both in by_size.items() if both is not None}
+    defaults["max_length"] = min(defaults["max_length"], trained_context(config) or defaults["max_length"])
     vocabulary = config.vocab_size
-    defaults: dict[str, Any] = {
-        "regenerate": "last" if small else "each",
-        "max_new_tokens": 128 if small else 256,
-        "write_rows": 64 if small else 16,
-        "max_length": min(length, trained_context(config) or length),
-        "draft_vocab_size": vocabulary // 2 if vocabulary <= 32_000 else min(32_000, vocabulary),
-        "accumulate": 1 if small else 4,
-        # 3.99 accepted where 4 rows and 8e-3 gave 3.37 for the same tokens (docs/developing/decisions.md, 2026-11-22).
-        "batch_rows": 2 if small else 4,
-        "learning_rate": 2e-3 if small else 1e-4,
-        "eval_steps": 500 if small else 200,
-    }
+    defaults["draft_vocab_size"] = vocabulary // 2 if vocabulary <= 32_000 else 32_000
     if not getattr(target.generation_config, "do_sample", False):
         # Whether it will be served greedily or sampled is not known; texts of both kinds made the acceptance length
         # at temperature 1 7 % greater in the one comparison made (docs/developing/decisions.md, 2026-11-21).

@@ -20,13 +20,13 @@ from rich.table import Column
 from transformers import TrainerCallback
 
 from ..checkpoints.card import RECORD_FILE
-from ..errors import TrainingError
+from ..errors import TrainingError, count
 from .report import read_report
 from .settings import STAGES, TrainingSettings
-from .trainer import last_checkpoint
-from .writing import settings_beside
+from .trainer import last_checkpoint, step_of
+from .writing import MARK
 
-TEXTS = {"prompts": "self-written prompts", "conversations": "answers", "measured": "texts to measure on"}
+TEXTS = {"prompts": "self-written prompt", "conversations": "answer", "measured": "held-out answer"}
 """What a run keeps line by line in its folder (`writing.data_file`)."""
 LINE_EVERY_S = 30.0
 """Where no bar can be drawn, the log gets a line so often."""
@@ -153,7 +153,7 @@ def open_folder(settings: TrainingSettings, console: Console) -> None:
 def describe_kept(out: Path) -> str:
     """What lies in a run's folder that `--resume` goes on with; empty if nothing does."""
     lines = {what: sum(path.read_bytes().count(b"\n") for path in _written(out, name)) for name, what in TEXTS.items()}
-    parts = [f"{count:,} {what}" for what, count in lines.items() if count]
+    parts = [count(number, what) for what, number in lines.items() if number]
     report = read_report(out)
     finished = {stage.name for stage in report.stages} if report else set()
     for stage in (f"stage{number}" for number in STAGES):
@@ -161,7 +161,7 @@ def describe_kept(out: Path) -> str:
         if stage in finished:
             parts.append(f"{stage}, finished")
         elif checkpoint is not None:
-            parts.append(f"{stage} up to step {int(checkpoint.name.rpartition('-')[2]):,}")
+            parts.append(f"{stage} up to step {step_of(checkpoint):,}")
     return ", ".join(parts)
 
 
@@ -169,7 +169,6 @@ def remove_run(out: Path) -> None:
     """Remove texts and checkpoints that an earlier run has left in its folder, and nothing else."""
     for path in (path for name in TEXTS for path in _written(out, name)):
         path.unlink()
-        settings_beside(path).unlink()
     for number in STAGES:
         shutil.rmtree(out / f"stage{number}", ignore_errors=True)
     if read_report(out):
@@ -177,8 +176,9 @@ def remove_run(out: Path) -> None:
 
 
 def _written(out: Path, name: str) -> list[Path]:
-    """Texts that a run has written, which their settings stand beside: no files of anybody else's."""
-    return [path for path in sorted((out / "data").glob(f"{name}*.jsonl")) if settings_beside(path).exists()]
+    """Texts that a run has written: no files of anybody else's."""
+    files = [*(out / "data").glob(f"{name}.jsonl"), *(out / "data").glob(f"{name}-[0-9]*.jsonl")]
+    return [path for path in files if f'"{MARK}": "'.encode() in path.read_bytes()]  # in texts quotes are escaped
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------

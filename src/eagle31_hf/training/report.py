@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from .. import __version__
 from ..checkpoints.card import RECORD_FILE
 from ..drafter.drafter import Eagle31Drafter
+from ..errors import count
 from ..memory.plan import size_text
 from ..stats import USELESS_LENGTH, Acceptance
 from ..targets.devices import now
@@ -30,8 +32,8 @@ from .settings import TrainingSettings
 from .trainer import DRAFT_TOKENS
 
 PACKAGES = ("torch", "transformers")
-_OF_THIS_MACHINE = ("resume", "fresh", "device", "report_to")
-_IN_OTHER_FIELDS = ("target", "target_id", "prompts", "out", "drafter", "held_out", "license")
+_OF_THIS_MACHINE = ("out", "resume", "fresh", "device", "report_to")
+_ITS_NAMES = ("license", "target_id")
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,13 @@ class TrainingPlan:
         return self.tokens / max(1, self.rows) * self.rows_per_step
 
     def __str__(self) -> str:
+        prompts = count(self.prompts, "prompt")
         return "\n".join(
             (
-                f"data      {self.tokens:,} tokens in {self.rows:,} row{'' if self.rows == 1 else 's'}",
-                f"learned   {self.supervised_tokens:,} tokens, {self.coverage:.2%} of them can be drafted",
+                f"data      {count(self.tokens, 'token')} in {count(self.rows, 'row')}",
+                f"learned   {count(self.supervised_tokens, 'token')}, {self.coverage:.2%} of them can be drafted",
                 f"steps     {self.steps:,} at {self.step_s:.2f} s",
-                f"measured  {self.measurements} x {self.prompts} prompts, about {self.measurement_s:.2g} s each",
+                f"measured  {self.measurements} x {prompts}, about {self.measurement_s:.2g} s each",
                 f"time      {self.total_s / 60:.1f} minutes",
                 f"memory    {size_text(self.training_bytes)} beside the target",
                 f"disk      {size_text(self.disk_bytes)}",
@@ -208,24 +211,66 @@ def learning_curve(log: Sequence[dict[str, float]], tokens_per_step: float) -> t
 # --- the record -------------------------------------------------------------------------------------------------------
 
 
-def make_record(report: TrainingReport, settings: TrainingSettings, given: TrainingSettings) -> dict[str, Any]:
+Recipes = list[list[Any]]
+"""What the steps of a run are done with: from behind which step on, and the options that decide what is learned."""
+
+
+def note_recipe(folder: Path, done: int, recipe: dict[str, str]) -> tuple[Recipes, str]:
+    """Keep in a stage's `folder` what is done from behind step `done` on.
+
+    Returns:
+        What each step of the run is done with, and how `recipe` differs from what an earlier run was given.
+    """
+    file = folder / "recipes.json"
+    stored: Recipes = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    recipes = [each for each in stored if each[0] < done]  # of steps behind it nothing is left
+    if not recipes or recipes[-1][1] != recipe:
+        recipes.append([done, recipe])
+    if recipes != stored:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(recipes), encoding="utf-8")
+    return recipes, differences(stored[-1][1], recipe) if stored else ""
+
+
+def recipe_of(settings: TrainingSettings) -> dict[str, str]:
+    """The options that decide what is learned, with the names others know texts by."""
+    recipe = {}
+    for name, value in vars(settings).items():
+        if name not in (*_OF_THIS_MACHINE, *_ITS_NAMES) and value not in (None, ()):
+            items = value if isinstance(value, tuple) else (value,)
+            recipe[name] = ", ".join(published_name(str(item)) for item in items)
+    return recipe
+
+
+def differences(before: dict[str, str], now: dict[str, str]) -> str:
+    """`"learning_rate 0.01 instead of 0.001, max_rows 9 instead of none"`."""
+    names = [name for name in before | now if before.get(name) != now.get(name)]
+    return ", ".join(f"{name} {now.get(name, 'none')} instead of {before.get(name, 'none')}" for name in names)
+
+
+def make_record(
+    report: TrainingReport, settings: TrainingSettings, given: TrainingSettings, recipes: Recipes
+) -> dict[str, Any]:
     """Facts and figures.
 
     Args:
         settings: resolved.
         given: those the run was given, before what was left open was filled.
+        recipes: of the run's steps.
     """
-    hidden = {*_OF_THIS_MACHINE, *_IN_OTHER_FIELDS}
-    recipe = {name: str(value) for name, value in vars(settings).items() if name not in hidden and value is not None}
+    changed = [
+        f"from step {step + 1:,} on {differences(before, now)}" for (_, before), (step, now) in pairwise(recipes)
+    ]
     return {
         "target": settings.target_id or published_name(settings.target),
         "license": settings.license,
         "data": [published_name(source) for source in settings.prompts],
         "command": command_line(settings, given),
-        "recipe": recipe,
+        "recipe": recipes[-1][1],
+        "changed": changed,
         "conditions": (
-            f"{report.plan.prompts} held-out prompts, greedy, chain of {DRAFT_TOKENS} draft tokens along the target's "
-            f"own texts of at most {settings.eval_new_tokens} tokens; prefill not counted."
+            f"{count(report.plan.prompts, 'held-out prompt')}, greedy, chain of {DRAFT_TOKENS} draft tokens along the "
+            f"target's own texts of at most {count(settings.eval_new_tokens, 'token')}; prefill not counted."
         ),
         "versions": {"eagle31-hf": __version__, **{name: version(name) for name in PACKAGES}},
         **{name: value for name, value in report.to_dict().items() if name != "folder"},
@@ -242,7 +287,7 @@ def command_line(settings: TrainingSettings, given: TrainingSettings) -> str:
     words = ["eagle31", "train", settings.target_id or published_name(settings.target)]
     for field in dataclasses.fields(given):
         value = getattr(given, field.name)
-        if field.name in ("target", "target_id", "out", *_OF_THIS_MACHINE) or value == field.default:
+        if field.name in ("target", "target_id", *_OF_THIS_MACHINE) or value == field.default:
             continue
         flag = f"--{field.name.replace('_', '-')}"
         if value is True:

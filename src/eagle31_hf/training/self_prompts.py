@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..errors import ConfigurationError, TrainingError
 from ..sampling.logits_processing import end_ids
 from ..texts.rows import Conversation
-from .writing import OnProgress, append_lines, place_of, read_whole_lines, write_batch
+from .writing import KeptLines, OnProgress, place_of, write_batch
 
 SOURCE = "self"
 DEFAULT_COUNT = 2000
@@ -108,8 +108,10 @@ def write_prompts(
         write_rows: most prompts written at a time.
         seed: of all draws.
     """
-    header = {"max_new_tokens": max_new_tokens, "seed": seed, "temperatures": [*TEMPERATURES]}
-    kept = read_whole_lines(path, header | {"target": place_of(target)})
+    lines = KeptLines(
+        path, target=place_of(target), max_new_tokens=max_new_tokens, seed=seed, temperatures=TEMPERATURES
+    )
+    kept = lines.rows
     seen: set[tuple[str, ...]] = set()
     for row in kept:
         is_new(row["prompt"], seen)
@@ -120,19 +122,17 @@ def write_prompts(
         chance = random.Random(f"prompts {seed} {batch}")
         texts = _write_batch_of_prompts(target, tokenizer, size, chance, max_new_tokens, on_progress)
         admitted = [text for text in texts if is_new(text, seen)][:missing]
-        rows = [{"id": f"{SOURCE}-{len(kept) + i}", "prompt": text, "batch": batch} for i, text in enumerate(admitted)]
-        append_lines(path, rows)
-        kept += rows
-        on_progress(len(rows), 0.0)
-        batch, fruitless = batch + 1, 0 if rows else fruitless + 1
+        lines.add(*({"prompt": text, "batch": batch} for text in admitted))
+        on_progress(len(admitted), 0.0)
+        batch, fruitless = batch + 1, 0 if admitted else fruitless + 1
         if fruitless == FRUITLESS_BATCHES:
             raise TrainingError(
                 f"the target wrote {len(kept)} prompts that can be used, and in {fruitless} batches no other; ask for "
                 f"fewer (self:{max(1, len(kept))}), or name files"
             )
     return [
-        Conversation(id=row["id"], category=SOURCE, messages=({"role": "user", "content": row["prompt"]},))
-        for row in kept[:count]
+        Conversation(f"{SOURCE}-{number}", category=SOURCE, messages=({"role": "user", "content": row["prompt"]},))
+        for number, row in enumerate(kept[:count])
     ]
 
 

@@ -9,10 +9,7 @@ from typing import Any
 from ..errors import ConfigurationError, removal
 from ..targets.devices import PRECISIONS
 
-TURNS = ("each", "last", "none")
 STAGES = ("1", "2")
-DEVICES = ("auto", "cpu", "cuda", "mps")
-SMALL_TARGET_PARAMETERS = 200_000_000
 
 # Headings of `eagle31 train --help`.
 COMMON = "Options that most runs need"
@@ -32,6 +29,12 @@ def _metadata(group: str, help: str, **more: Any) -> dict[str, Any]:
 
 def _option(default: Any, group: str, help: str) -> Any:
     return field(default=default, metadata=_metadata(group, help, show_default=default not in (None, ())))
+
+
+def _sized(small: Any, large: Any, group: str, help: str) -> Any:
+    """An option whose default depends on the target's size (`preparation.resolve`)."""
+    words = f"{help}; default {small} for a small target, else {large}"
+    return field(default=None, metadata={**_metadata(group, words, show_default=False), "by_size": (small, large)})
 
 
 @dataclass(frozen=True)
@@ -61,34 +64,29 @@ class TrainingSettings:
         (), MEASURING, "prompts to measure acceptance on, as --prompts names them; default: 64 rows kept from those"
     )
     max_rows: int | None = _option(None, DATA, "use at most so many conversations of each source")
-    regenerate: str = _option(
-        None,
-        WRITING,
-        "assistant turns the target writes itself: each, last (one per row) or none; default: last if small",
+    regenerate: str = _sized(
+        "last", "each", WRITING, "assistant turns the target writes itself: each, last (one per row) or none"
     )
     temperature: tuple[float, ...] = _option(
         (),
         WRITING,
         "what it writes with; several share the rows; default: its generation config if that samples, else 0 and 1",
     )
-    max_new_tokens: int = _option(None, WRITING, "most tokens it writes per turn; default 128 if small, else 256")
-    write_rows: int = _option(None, WRITING, "conversations it writes at a time; default 64 if small, else 16")
-    max_length: int = _option(None, DATA, "tokens per packed row; default 512 for a small target, else 4096")
+    max_new_tokens: int = _sized(128, 256, WRITING, "most tokens it writes per turn")
+    write_rows: int = _sized(64, 16, WRITING, "conversations it writes at a time")
+    max_length: int = _sized(512, 4096, DATA, "tokens per packed row")
     draft_vocab_size: int = _option(
         None, DRAFTER, "tokens that can be drafted; default 32000, or half of a vocabulary that is no larger"
     )
     ttt_steps: int = _option(4, DRAFTER, "draft steps of the training-time test")
     max_steps: int | None = _option(None, STEPS, "optimiser steps; default: from the number of epochs")
     epochs: float = _option(2.0, STEPS, "passes over the data, if neither max_steps nor minutes is given")
-    batch_rows: int = _option(None, STEPS, "packed rows per forward and process; default 2 if small, else 4")
-    accumulate: int = _option(None, STEPS, "forwards per optimiser step; default 1 for a small target, else 4")
-    learning_rate: float = _option(
-        None, STEPS, "of AdamW, a tenth of Muon's; default 2e-3 if small, else 1e-4; stage 2: a tenth"
-    )
+    # 3.99 accepted where 4 rows and 8e-3 gave 3.37 for the same tokens (docs/developing/decisions.md, 2026-11-22).
+    batch_rows: int = _sized(2, 4, STEPS, "packed rows per forward and process")
+    accumulate: int = _sized(1, 4, STEPS, "forwards per optimiser step")
+    learning_rate: float = _sized(2e-3, 1e-4, STEPS, "of AdamW, a tenth of Muon's; in stage 2 a tenth of it is used")
     gradient_checkpointing: bool = _option(False, MACHINE, "compute draft logits twice instead of keeping them")
-    eval_steps: int = _option(
-        None, MEASURING, "steps between measurements, each with a checkpoint; default 500 if small, else 200"
-    )
+    eval_steps: int = _sized(500, 200, MEASURING, "steps between measurements, each with a checkpoint")
     eval_new_tokens: int = _option(128, MEASURING, "most tokens written for a held-out prompt")
     dtype: str = _option(
         "auto", MACHINE, "precision of the target: as stored unless this CPU would emulate it, stored, bf16, fp16, fp32"
@@ -108,15 +106,12 @@ class TrainingSettings:
             if value not in allowed:
                 known = removal(f"--{name} {value}")
                 raise ConfigurationError(known or f"{name} is {value!r}; wanted one of {', '.join(map(str, allowed))}")
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}; wanted at least 1")
+        for name, value in vars(self).items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and name != "seed" and not value > 0:
+                raise ConfigurationError(f"{name} is {value}; wanted more than 0")
         file = next((str(path) for path in (self.out, *self.out.parents) if path.is_file()), None)
         problems = {
-            f"minutes is {self.minutes}; wanted more than 0": self.minutes is not None and not self.minutes > 0,
-            f"epochs is {self.epochs}; wanted more than 0": not self.epochs > 0,
-            f"learning_rate is {self.learning_rate}; wanted more than 0":
-                self.learning_rate is not None and not self.learning_rate > 0,
             f"minutes is {self.minutes} and max_steps {self.max_steps}; each says when to stop: give one":
                 None not in (self.minutes, self.max_steps),
             f"temperature is {min(self.temperature, default=0)}; wanted 0 (greedy) or more":
@@ -134,12 +129,8 @@ class TrainingSettings:
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "stage": STAGES,
-    "regenerate": (None, *TURNS),
+    "regenerate": (None, "each", "last", "none"),
     "quantization": (None, "4bit", "8bit"),
     "dtype": tuple(PRECISIONS),
-    "device": DEVICES,
+    "device": ("auto", "cpu", "cuda", "mps"),
 }
-_AT_LEAST_ONE = (
-    "ttt_steps", "max_steps", "batch_rows", "accumulate", "eval_steps", "eval_new_tokens", "max_rows", "max_length",
-    "max_new_tokens", "write_rows", "draft_vocab_size",
-)  # fmt: skip

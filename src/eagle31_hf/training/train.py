@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,10 +30,9 @@ from transformers import (
 from ..checkpoints import inspect_checkpoint
 from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import TrainingError
-from ..memory.plan import size_text
+from ..errors import TrainingError, count
 from ..targets.devices import quick_dtype
-from ..texts.conversations import read_conversations, with_unique_ids
+from ..texts.conversations import read_conversations
 from ..texts.rows import Conversation
 from .data import Document, Documents, PackedDocuments, build_vocabulary, count_supervised, render_documents
 from .data import coverage as share_covered
@@ -57,21 +57,24 @@ from .progress import (
     telling_what_is_kept,
 )
 from .report import (
+    Recipes,
     StageResult,
     TrainingPlan,
     TrainingReport,
     checkpoint_bytes,
     learning_curve,
     make_record,
+    note_recipe,
     read_report,
+    recipe_of,
     time_measurement,
     time_step,
     training_bytes,
 )
-from .self_prompts import SOURCE, is_new, self_prompt_count, write_prompts
+from .self_prompts import is_new, self_prompt_count, write_prompts
 from .settings import TrainingSettings
-from .trainer import DistillationTrainer, last_checkpoint
-from .writing import data_file, disk_bytes, own_temperature, regenerate, require_disk
+from .trainer import DistillationTrainer, last_checkpoint, step_of
+from .writing import data_file, own_temperature, regenerate, require_disk, with_keys
 
 __all__ = ["StageResult", "TrainingReport", "TrainingSettings", "train_drafter"]
 
@@ -141,6 +144,7 @@ class Run:
         # Who has written its share waits for the slowest: hours, where a large target writes long answers.
         self.processes = PartialState(cpu=target.device.type == "cpu", timeout=timedelta(days=1))
         self.started = time.monotonic()
+        self.recipes: Recipes = []
 
     def execute(self) -> TrainingReport:
         settings = self.settings
@@ -171,6 +175,14 @@ class Run:
         self._write(drafter, report)
         return report
 
+    def _note_recipe(self) -> None:
+        """Say what is done otherwise than by the run that is resumed; the card says it, too."""
+        if is_first_process():
+            done = 0 if self.checkpoint is None else step_of(self.checkpoint)
+            self.recipes, changed = note_recipe(self.folder, done, recipe_of(self.settings))
+            if changed:
+                say(self.console, f"changed   {changed}")
+
     # --- texts ---------------------------------------------------------------------------------------------------
 
     def read_texts(self) -> tuple[Documents, list[EvaluationPrompt]]:
@@ -191,20 +203,21 @@ class Run:
             "without anything to learn": documents.unsupervised,
             "with a context too long to answer": len(conversations) - len(written),
         }
-        reasons = ", ".join(f"{count:,} {what}" for what, count in left_out.items() if count)
-        further = f" and {documents.rewritten:,} turns that the template rewrites later" if documents.rewritten else ""
-        count = len(documents.documents) - documents.rewritten
-        further += f" ({reasons})" if reasons else ""
-        say(self.console, f"text      {count:,} conversations{further}, {len(held_out):,} to measure on")
+        reasons = ", ".join(f"{number:,} {what}" for what, number in left_out.items() if number)
+        rewritten = f" and {count(documents.rewritten, 'turn')} that the template rewrites later"
+        read = count(len(documents.documents) - documents.rewritten, "conversation")
+        read += (rewritten if documents.rewritten else "") + (f" ({reasons})" if reasons else "")
+        say(self.console, f"text      {read}, {len(held_out):,} to measure on")
         return documents, prompts
 
     def _read_prompts(self) -> list[Conversation]:
         """Rows of files and the Hub, and those that the target writes itself."""
         settings = self.settings
         files = [source for source in settings.prompts if self_prompt_count(source) is None]
-        count = sum(self_prompt_count(source) or 0 for source in settings.prompts)
+        written = sum(self_prompt_count(source) or 0 for source in settings.prompts)
         rows = self._read(files) if files else []
-        return with_unique_ids(rows + (self._self_prompts(count) if count else []))
+        self._note_recipe()  # what cannot be read leaves no folder behind
+        return with_keys(rows + (self._self_prompts(written) if written else []))
 
     def _read(self, sources: Sequence[str]) -> list[Conversation]:
         """Conversations of files and the Hub; empty rows are left out, and said."""
@@ -214,11 +227,11 @@ class Run:
             say(self.console, f"rows      {len(empty):,} without any text left out, the first: {empty[0]}")
         return rows
 
-    def _self_prompts(self, count: int) -> list[Conversation]:
+    def _self_prompts(self, number: int) -> list[Conversation]:
         """Each process writes its share; what several wrote alike is kept once."""
         settings, processes = self.settings, self.processes
         rank = processes.process_index
-        share = count // processes.num_processes + (rank < count % processes.num_processes)
+        share = number // processes.num_processes + (rank < number % processes.num_processes)
         path = data_file(settings.out, "prompts", rank)
         seed = settings.seed * processes.num_processes + rank
         with Counting(self.console, "the target writes prompts", share, resumes=True) as counting:
@@ -227,21 +240,21 @@ class Run:
                 on_progress=counting.advance,
             )  # fmt: skip
         seen: set[tuple[str, ...]] = set()
-        written = [row for row in gather_object(mine) if is_new(row.messages[0]["content"], seen)]
-        return [replace(row, id=f"{SOURCE}-{number}") for number, row in enumerate(written)]
+        return [row for row in gather_object(mine) if is_new(row.messages[0]["content"], seen)]
 
     def _regenerate(self, conversations: Sequence[Conversation]) -> list[Conversation]:
         settings, processes = self.settings, self.processes
         if settings.regenerate == "none":
             return list(conversations)
         path = data_file(settings.out, "conversations", processes.process_index)
-        needed = f"{size_text(disk_bytes(conversations, settings))} in {path.parent}"
-        say(self.console, f"the target writes its own turns: at most {needed}")
         mine = conversations[processes.process_index :: processes.num_processes]
         with Counting(self.console, "the target writes answers", len(mine), resumes=True) as counting:
-            written = regenerate(mine, self.target, self.tokenizer, path, settings, on_progress=counting.advance)
-        by_id = {conversation.id: conversation for conversation in gather_object(written)}
-        return [by_id[conversation.id] for conversation in conversations if conversation.id in by_id]
+            written = regenerate(
+                mine, self.target, self.tokenizer, path, settings,
+                say=partial(say, self.console), on_progress=counting.advance,
+            )  # fmt: skip
+        by_key = {conversation.key: conversation for conversation in gather_object(written)}
+        return [by_key[conversation.key] for conversation in conversations if conversation.key in by_key]
 
     def _cover(self, drafter: Eagle31Drafter, documents: list[Document]) -> float:
         """Share of the supervised tokens that can be drafted; a fresh drafter's vocabulary is chosen by them."""
@@ -259,7 +272,7 @@ class Run:
         if not served.fits_draft_vocabulary:
             names = ", ".join(type(processor).__name__ for processor in served.processors)
             say(self.console, f"acceptance is measured on texts without what looks at the text (of {names})")
-        with Counting(self.console, "the target writes texts to measure on", len(temperatures) * len(mine)) as counting:
+        with Counting(self.console, "the target writes held-out answers", len(temperatures) * len(mine)) as counting:
             return [
                 write_texts(
                     drafter.binding, mine, temperature, max_new_tokens=self.settings.eval_new_tokens,
@@ -391,7 +404,7 @@ class Run:
         drafter.eval().to(precision_of_result(self.given, self.target))  # type: ignore[call-arg]
         drafter.name_target(settings.target_id or settings.target)
         drafter.save_pretrained(out)
-        record = make_record(report, settings, self.given)
+        record = make_record(report, settings, self.given, self.recipes)
         (out / RECORD_FILE).write_text(json.dumps(record, indent=2), encoding="utf-8")
         (out / CARD_FILE).write_text(fill_card(out, Path(out).resolve().name), encoding="utf-8")
 

@@ -10,7 +10,6 @@ optimiser, schedule and random states that `Trainer` keeps.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -96,7 +95,7 @@ class DistillationTrainer(Trainer):
         if not bool(loss.isfinite()):
             raise TrainingError(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}; training stopped and {self._kept()}. "
-                "Lower the learning rate, or resume from the checkpoint with another seed"
+                "Lower the learning rate and go on with resume"
             )
         self._note(output)
         return (loss, output) if return_outputs else loss
@@ -173,6 +172,17 @@ class DistillationTrainer(Trainer):
         assert state_dict is None, "a drafter is never sharded: every process holds all of it"
         write_checkpoint(self.model.drafter.to_checkpoint(), Path(output_dir or str(self.args.output_dir)))
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As `Trainer`, at this run's learning rates: a checkpoint brings those of the run that wrote it."""
+        optimizer: Any = self.optimizer
+        schedule: Any = self.lr_scheduler
+        rates = [group["initial_lr"] for group in optimizer.param_groups]
+        super()._load_optimizer_and_scheduler(checkpoint)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] *= rate / group["initial_lr"]
+            group["initial_lr"] = rate
+        schedule.load_state_dict(schedule.state_dict() | {"base_lrs": rates})
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         copy_weights(Path(resume_from_checkpoint), self.model.drafter)
 
@@ -224,17 +234,21 @@ def last_checkpoint(folder: Path) -> Path | None:
 
     `Trainer` writes its state last, so a checkpoint cut short by a kill or a full disk has none that can be read.
     """
-    found = ((path.name.rpartition("-")[2], path) for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
-    complete = {int(step): path for step, path in found if step.isdigit() and _is_complete(path)}
-    return complete[max(complete)] if complete else None
+    complete = filter(_is_complete, folder.glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*"))
+    return max(complete, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step behind which it was written."""
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def _is_complete(checkpoint: Path) -> bool:
     try:
-        step = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
-    except (OSError, ValueError, KeyError):
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return False
-    return math.isfinite(step) and all((checkpoint / name).exists() for name in ("model.safetensors", "config.json"))
+    return all((checkpoint / name).exists() for name in ("model.safetensors", "config.json"))
 
 
 # --- the optimiser ----------------------------------------------------------------------------------------------------

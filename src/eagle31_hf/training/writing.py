@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
-from ..errors import TrainingError
+from ..errors import TrainingError, count
 from ..memory.plan import size_text
 from ..sampling.logits_processing import end_ids, sampling_options
-from ..texts.rows import Conversation, Message, conversation_from_row
+from ..texts.rows import Conversation, Message
 from .data import prompt_ids
 from .settings import TrainingSettings
 
@@ -120,6 +120,7 @@ def regenerate(
     path: Path,
     settings: TrainingSettings,
     *,
+    say: Callable[[str], None] = lambda text: None,
     on_progress: OnProgress = lambda ended, underway: None,
 ) -> list[Conversation]:
     """Conversations whose last turn the target wrote, in the order given.
@@ -129,26 +130,30 @@ def regenerate(
     limit before the first turn are left out.
 
     Args:
+        conversations: by `with_keys`.
         settings: resolved.
+        say: told how much disk is needed, if anything is to be written.
     """
-    header = {
-        "turns": settings.regenerate,
-        "temperatures": list(settings.temperature),
-        "max_new_tokens": settings.max_new_tokens,
-        "max_prompt_tokens": max_prompt_tokens(settings),
-        "seed": settings.seed,
-        "target": place_of(target),
-        "kept_by": "digest",
-    }
-    conversations = with_keys(conversations)
-    kept = {row["key"]: row for row in read_whole_lines(path, header, identity="key")}
+    lines = KeptLines(
+        path,
+        target=place_of(target),
+        turns=settings.regenerate,
+        temperatures=settings.temperature,
+        max_new_tokens=settings.max_new_tokens,
+        max_prompt_tokens=max_prompt_tokens(settings),
+        seed=settings.seed,
+    )
+    kept = {row["key"]: row for row in lines.rows}
     missing = [conversation for conversation in conversations if conversation.key not in kept]
-    require_disk(path, disk_bytes(missing, settings), f"writing {len(missing):,} conversations")
+    if missing:
+        needed = disk_bytes(missing, settings)
+        require_disk(path, needed, f"writing {count(len(missing), 'conversation')}")
+        say(f"the target writes its own turns: at most {size_text(needed)} in {path}")
     on_progress(len(conversations) - len(missing), 0.0)
 
     def keep(row: _Row) -> None:
         kept[row.conversation.key] = row.to_json()
-        append_lines(path, [row.to_json()])
+        lines.add(row.to_json())
         on_progress(1, 0.0)
 
     writer = _TurnWriter(target, tokenizer, settings, keep, on_progress)
@@ -156,9 +161,10 @@ def regenerate(
         writer.write(batch)
     return [
         replace(
-            conversation_from_row(row, where=str(path), fallback_id=row["id"], category=row["category"]),
-            id=conversation.id,
-            category=conversation.category,
+            conversation,
+            messages=tuple(row["conversations"]),
+            answer_ids=tuple(row["answer_ids"]),
+            answer_temperature=row["answer_temperature"],
         )
         for conversation in conversations
         if (row := kept[conversation.key])["answer_ids"]
@@ -170,10 +176,9 @@ def with_keys(conversations: Sequence[Conversation]) -> list[Conversation]:
     seen: Counter[str] = Counter()
     keyed = []
     for conversation in conversations:
-        content = [conversation.messages, conversation.tools, conversation.template_kwargs]
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-        seen[digest] += 1
-        keyed.append(replace(conversation, key=f"{digest}-{seen[digest]}"))
+        asked = digest([conversation.messages, conversation.tools, conversation.template_kwargs])
+        seen[asked] += 1
+        keyed.append(replace(conversation, key=f"{asked}-{seen[asked]}"))
     return keyed
 
 
@@ -229,28 +234,36 @@ def _asks(messages: Sequence[Message], place: int) -> bool:
     return following[0]["role"] != "tool" and not calls
 
 
+def _given(messages: Sequence[Message], answered: Sequence[int]) -> list[list[Message]]:
+    """What the data has up to each message that is answered, since the answer before, whose own turn is left out."""
+    given, start = [], 0
+    for place in answered:
+        given.append(list(messages[start : place + 1]))
+        start = place + 1
+        if start < len(messages) and messages[start]["role"] == "assistant":
+            start += 1
+    return given
+
+
 @dataclass(eq=False)
 class _Row:
     """A conversation being written."""
 
     conversation: Conversation
     temperature: float
-    left: list[int]  # messages still to be answered by the target
+    given: list[list[Message]]  # what comes before each answer that is still to be written, behind the one before
     messages: list[Message] = field(default_factory=list)  # up to and with its last answer
     answer_ids: list[int] = field(default_factory=list)
-    num_read: int = 0  # messages of the conversation that stand in `messages`
 
     def context(self) -> list[Message]:
         """Messages up to the next one to be answered."""
-        given = self.conversation.messages[self.num_read : self.left[0] + 1]
-        replaced = bool(self.messages) and given[0]["role"] == "assistant"
-        return [*self.messages, *given[replaced:]]
+        return self.messages + self.given[0]
 
     def add(self, answer_ids: list[int], text: str, *, is_whole: bool) -> None:
         """Note the next answer; one that was cut ends the conversation."""
         self.messages = [*self.context(), {"role": "assistant", "content": text}]
-        self.num_read, self.answer_ids = self.left[0] + 1, answer_ids
-        self.left = self.left[1:] if is_whole else []
+        self.answer_ids = answer_ids
+        self.given = self.given[1:] if is_whole else []
 
     def to_json(self) -> dict[str, Any]:
         conversation = self.conversation
@@ -283,17 +296,17 @@ class _TurnWriter:
         drawn = temperature_of(batch[0], self.settings)
         temperature = own_temperature(self.target) if drawn is None else drawn
         options = {} if drawn is None else sampling_options(drawn)
-        rows = [_Row(conversation, temperature, _answered(conversation, self.settings)) for conversation in batch]
-        turns = max(len(row.left) for row in rows)
+        rows = [_Row(each, temperature, _given(each.messages, _answered(each, self.settings))) for each in batch]
+        turns = max(len(row.given) for row in rows)
         for turn in range(turns + 1):
-            prompts = {row: prompt_ids(self.tokenizer, row.conversation, row.context()) for row in rows if row.left}
-            asked = [row for row in prompts if len(prompts[row]) <= max_prompt_tokens(self.settings)]
+            prompts = {row: prompt_ids(self.tokenizer, row.conversation, row.context()) for row in rows if row.given}
+            asked = {row: ids for row, ids in prompts.items() if len(ids) <= max_prompt_tokens(self.settings)}
             for row in rows:
                 if row not in asked:
                     self.keep(row)
             if asked:
-                self._write_turn({row: prompts[row] for row in asked}, turn, turns, options)
-            rows = [row for row in asked if row.left]
+                self._write_turn(asked, turn, turns, options)
+            rows = [row for row in asked if row.given]
 
     def _write_turn(self, prompts: dict[_Row, list[int]], turn: int, turns: int, options: dict[str, Any]) -> None:
         rows, ends = list(prompts), end_ids(self.target)
@@ -302,11 +315,11 @@ class _TurnWriter:
         def on_answer(place: int, answer: list[int]) -> None:
             text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
             rows[place].add(answer, text, is_whole=answer[-1] in ends)
-            if not rows[place].left:
+            if not rows[place].given:
                 self.keep(rows[place])
 
         def on_token(share: float) -> None:
-            self.on_progress(0, sum(bool(row.left) for row in rows) * (turn + share) / turns)
+            self.on_progress(0, sum(bool(row.given) for row in rows) * (turn + share) / turns)
 
         write_batch(
             self.target,
@@ -321,56 +334,57 @@ class _TurnWriter:
 
 # --- lines that are kept ----------------------------------------------------------------------------------------------
 
+MARK = "written_by"
+"""The field of every line of a run, a digest of the settings that the line was written by."""
 
-def read_whole_lines(path: Path, header: dict[str, Any], *, identity: str = "id") -> list[dict[str, Any]]:
-    """Rows written so far; a line cut short by a kill is removed. The settings go into a file beside `path`.
+
+class KeptLines:
+    """Lines of a file (JSONL) that a run adds to and a later one finds; one that a kill cut short is removed.
 
     Args:
-        identity: a field that every row has.
+        path: of the file; `None` keeps nothing.
+        written_by: settings. Lines that were written by others stay in the file, and are not found.
+
+    Attributes:
+        rows: lines written by these settings, in order.
     """
-    notes = settings_beside(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        notes.write_text(json.dumps(header), encoding="utf-8")
-        return []
-    stored = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else {}
-    differing = [
-        f"{name}: {stored.get(name)!r}, now {value!r}" for name, value in header.items() if stored.get(name) != value
-    ]
-    if differing:
-        raise TrainingError(
-            f"{path} was written otherwise ({'; '.join(differing)}); remove it to write again, or use its settings"
-        )
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
-    try:
-        rows = [json.loads(line) for line in whole.splitlines()]
-        for row in rows:
-            row[identity]
-        return rows
-    except (ValueError, KeyError, TypeError) as error:
-        raise TrainingError(f"{path} holds a damaged line ({error}); remove the file to write again") from error
+
+    def __init__(self, path: Path | None, **written_by: Any):
+        self.path, self._mark = path, digest(written_by)
+        self.rows: list[dict[str, Any]] = []
+        if path is None or not path.exists():
+            return
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            os.truncate(path, len(whole))
+        try:
+            self.rows = [row for row in map(json.loads, whole.splitlines()) if row[MARK] == self._mark]
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainingError(
+                f"{path} holds a line that is damaged or that no run has written ({error!r}); move the file away"
+            ) from error
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        """Add rows, and wait until they are on the disk."""
+        self.rows += rows
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row | {MARK: self._mark}, ensure_ascii=False) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def digest(content: Any) -> str:
+    """32 letters that stand for JSON content."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def data_file(out: Path, name: str, process: int) -> Path:
     """Where one of several processes keeps what the target writes."""
     return out / "data" / (f"{name}-{process}.jsonl" if process else f"{name}.jsonl")
-
-
-def settings_beside(path: Path) -> Path:
-    """Where the settings stand that the lines in `path` were written with."""
-    return path.with_suffix(".settings.json")
-
-
-def append_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Add rows, and wait until they are on the disk."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def require_disk(folder: Path, needed_bytes: int, purpose: str) -> None:
