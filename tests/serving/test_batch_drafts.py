@@ -58,13 +58,15 @@ def test_drafts_that_are_right_go_on(pair) -> None:
     assert batch.stats.acceptance_length > 2
 
 
-def test_the_end_of_all_texts_cuts_a_draft(pair) -> None:
+@pytest.mark.parametrize("lengths", [(2, 2), (2, 3)])
+def test_the_end_of_all_texts_cuts_a_draft(pair, lengths: tuple[int, int]) -> None:
+    """A prompt's own scores give the first token, the target's the last one."""
     with configured(pair.drafter, num_assistant_tokens=4):
         batch = batch_of(pair.drafter, 2, context=256, chunk=64)
-        texts = [text_of(ids_of(pair, number), 2 + number) for number in range(2)]
+        texts = [text_of(ids_of(pair, number), length) for number, length in enumerate(lengths)]
         with torch.inference_mode():
             for text in texts:
                 read_in_pieces(batch, text, writing=False)
             batch.round()
-        assert max(text.usage.drafted for text in texts) <= 2, "the longer one gets its last token from the target"
-        assert batch._plan(range(2), remaining=1) is None, "nothing could be drafted, which says nothing of the drafter"
+    assert max(text.usage.drafted for text in texts) == max(lengths) - 2
+    assert not batch.stats.skipped_rounds, "where nothing can be drafted, that says nothing of the drafter"

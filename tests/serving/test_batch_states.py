@@ -6,24 +6,26 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from batches import assert_plain, batch_of, read_in_pieces, text_of
+from batches import PIECE, assert_plain, batch_of, read_in_pieces, text_of
 
 from eagle31_hf.cache.states import StateLayer
 from eagle31_hf.memory.apply_plan import plan_of_run
 from eagle31_hf.memory.ledger import UPDATE, MemorySettings
 from eagle31_hf.memory.target_facts import read_target
 from families import clamped_target, recurrent_target
-from helpers import configured, demo_tokenizer, random_drafter
+from helpers import configured, demo_tokenizer, random_drafter, random_prompts
 from loopback import LoadedPair, chat, serving
 
 ROWS = 3
 
 
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="the server reads a prompt's last token as a written one")
-def test_a_bound_on_the_time_steps_of_prompts() -> None:
-    """The limit that docs/exactness.md names."""
-    target = clamped_target("zamba2")
-    assert_plain(batch_of(random_drafter(target, aux_layers=[1, 2, 3])), [(list(range(5, 22)), 16)])
+@pytest.mark.parametrize("family", ["zamba2", "nemotron_h"])
+def test_a_bound_that_the_time_steps_of_prompts_alone_have(family: str) -> None:
+    """Prompts are read by the code for prompts to the last token, whatever pieces are left; answers in them, too."""
+    batch = batch_of(random_drafter(clamped_target(family), aux_layers=[1, 2, 3]), context=128)
+    first = assert_plain(batch, [(prompt, 16) for prompt in ([7], *random_prompts(9, seed=2, longest=35))])
+    assert {len(text.request.prompt) % PIECE for text in first} >= {1, 2}
+    assert_plain(batch, [([*text.tokens, 7, 8], 12) for text in first])
 
 
 def test_a_turn_is_resumed_where_the_last_one_ended_and_nowhere_else() -> None:

@@ -69,7 +69,7 @@ def ids(lengths: tuple[int, ...] = (17, 1, 30, 2, 9, 21, 4)) -> list[list[int]]:
     return [torch.randint(3, 90, (length,), generator=dice).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize(("name", "rows", "schedule"), pairwise([*DRAFTERS], (1, 2, 4), ("constant", "planned")))
+@pytest.mark.parametrize(("name", "rows", "schedule"), pairwise([*DRAFTERS], (1, 2, 4), ("constant", "planned", "pid")))
 def test_texts_that_come_and_go_are_those_of_generate(name: str, rows: int, schedule: str, tmp_path: Path) -> None:
     drafter = DRAFTERS[name](tmp_path)
     is_demo = name in ("trained", "none")
@@ -110,7 +110,7 @@ def test_a_text_takes_as_few_rounds_as_by_generate(temperature: float) -> None:
         for rows in (1, 4):
             texts = [text_of(*each) for each in asked]
             write_all(batch_of(drafter, rows, context=512, chunk=32), texts)
-            served = sum(text.usage.completion_tokens for text in texts) / sum(text.usage.rounds for text in texts)
+            served = sum(text.usage.completion_tokens - 1 for text in texts) / sum(text.usage.rounds for text in texts)
             assert served >= 0.97 * tokens / rounds, rows
 
 

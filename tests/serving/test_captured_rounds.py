@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import GREEDY, assert_plain, batch_of, plain, read_in_pieces, text_of, write_all
+from batches import GREEDY, assert_plain, batch_of, plain, read_in_pieces, text_of
 from transformers import AutoTokenizer
 
 from eagle31_hf.cache import graph_sizes
@@ -39,8 +39,6 @@ SAMPLED = Sampling(temperature=0.9, top_k=20, seed=5)
 PENALISED = Sampling(temperature=0.8, seed=6, repetition_penalty=1.3)
 TOKENIZER = AutoTokenizer.from_pretrained(target_path())
 TOLD = [TOKENIZER(text)["input_ids"] for text in ("Tell me a story.", "What is a dog", "The sun is")]
-POISON = 90
-"""A token whose embedding is no number where a test makes it so."""
 
 
 @pytest.fixture(autouse=True)
@@ -118,22 +116,22 @@ def test_a_row_whose_scores_are_no_numbers_ends_alone(sampling: Sampling) -> Non
     target = random_target(CONFIGS["llama"]())
     drafter = random_drafter(target, aux_layers=[1, 2, 4])
     drafter.generation_config.num_assistant_tokens = 3
-    with torch.no_grad():
-        target.get_input_embeddings().weight[POISON] = torch.nan
-        target.get_output_embeddings().weight[POISON] = 0.0  # nobody else writes it
-    prompts = [[token for token in prompt if token != POISON] for prompt in random_prompts(2, seed=8)]
-    wanted = write_all(batch_of(drafter, ROWS), [text_of(prompt, 20, sampling) for prompt in prompts])
-    batch, texts = batch_of(drafter, ROWS), [text_of(prompt, 20, sampling) for prompt in prompts]
-    harmful = text_of([5, 6, 7, POISON], 20, sampling)
+    one, harmful_prompt, other = random_prompts(3, seed=8)
+    wanted = [plain(target, prompt, 20, sampling) for prompt in (one, other)]
+    batch, texts = batch_of(drafter, ROWS), [text_of(prompt, 20, sampling) for prompt in (one, harmful_prompt, other)]
     with torch.inference_mode():
-        for text in (*texts[:1], harmful, *texts[1:]):
+        for text in texts:
             read_in_pieces(batch, text, writing=False)
+        first, harmful, last = texts
+        row = torch.tensor([1])
+        hook = target.get_input_embeddings().register_forward_hook(lambda *call: call[2].index_fill(0, row, torch.nan))
         ends = {id(text): output for text, output in batch.round() if output.finish is not None}
+        hook.remove()
         assert list(ends) == [id(harmful)]
         assert "no numbers" in ends[id(harmful)].error
         while batch.texts:
             batch.round()
-    assert [text.writer.tokens for text in texts] == wanted, "the token may have been drafted"
+    assert [first.writer.tokens, last.writer.tokens] == wanted
     assert batch.stats.fallbacks == []
     assert "advance" in kinds(batch)
 

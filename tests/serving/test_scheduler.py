@@ -35,6 +35,7 @@ class NotedBatch:
         self.log.append("join")
         self.texts.append(self.reading)
         self.reading = None
+        return Event(self.texts[-1].usage, tokens=(1,))
 
     def drop_reading(self):
         self.reading = None

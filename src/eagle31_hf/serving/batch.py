@@ -1,14 +1,16 @@
 """Texts written side by side: rows join between two rounds, leave as they end, and what they leave behind is reused.
 
 The caches are pools (`cache.row_pool`): one block of rows for the target, one for the drafter, allocated once. A prompt
-is read in pieces in caches of its own, one prompt at a time, and then copied to a free row. A row whose text has ended
-stays where it is until its place is needed; a new prompt that begins as it did (the same system prompt, the last turn
-of the same chat) starts from there, the drafter's keys and values included. Rounds over the pools are `loop`'s.
+is read in pieces in caches of its own, one prompt at a time; its last scores give the text's first token, and it is
+copied to a free row. A row whose text has ended stays where it is until its place is needed; a new prompt that begins
+as it did (the same system prompt, the last turn of the same chat) starts from there, the drafter's keys and values
+included. Rounds over the pools are `loop`'s.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.session import DraftSession, DraftState
 from ..drafting.draft_tree import DraftTree
 from ..drafting.plan import DraftPlan
 from ..errors import UnsupportedGenerationError
+from ..loop.accept import Acceptor
 from ..loop.choosing import RoundBatch
 from ..loop.pair import Pair
 from ..loop.pair_caches import PairCaches, PooledCaches
@@ -91,9 +93,10 @@ class Batch:
         self.reading: ServedText | None = None
         self.prompt_caches = PairCaches.make(drafter, shape, batch_size=1, **sizes)
         self._prefill = ChunkedPrefill(self.binding, self.prompt_caches.target, self.prompt_caches.drafter)
-        self._prompt: PrefillState | None = None  # all of it but its last token: a round begins with that
+        self._prompt: PrefillState | None = None  # what of it no row holds
         self._position = 0  # within what is read of it
         self._parked: dict[int, list[int]] = {}  # tokens by place
+        self._resumes = not _reads_prompts_otherwise(self.binding.model)
 
     @property
     def num_bytes(self) -> int:
@@ -113,11 +116,9 @@ class Batch:
         self._forget_prompt()
         if length:
             self.caches.resume(self.prompt_caches, place, length)
-        rest = list(request.prompt[length:])
         on_logits = None if request.prompt_logprobs is None else partial(_note_logprobs, text)
-        self._prompt = PrefillState([rest], unread=1, device=self.binding.input_device, on_logits=on_logits)
-        if len(rest) == 1 and self.prompt_caches.drafter is not None:
-            _start_midway(self.prompt_caches.drafter)
+        rest, device = request.prompt[length:], self.binding.input_device
+        self._prompt = PrefillState([rest], unread=0, device=device, on_logits=on_logits)
 
     @property
     def to_read(self) -> int:
@@ -126,30 +127,61 @@ class Batch:
         return self._prompt.to_read[0] - self._position
 
     def read(self, num_tokens: int) -> None:
-        """Read on."""
+        """Read on, so many tokens; of a target with states one or two less where else one would be read by itself."""
         assert self._prompt is not None, "begin comes first"
-        end, chunk = self._position + num_tokens, self.prefill_chunk
+        start, end, chunk = self._position, self._position + num_tokens, self.prefill_chunk
         if self._prompt.on_logits is not None:
             chunk = min(chunk, TOLD_AT_ONCE)
+        fewest = 2 if self.cache.has_states else 1  # code for one token leaves other states than that for prompts
+        if 0 < self.to_read - num_tokens < fewest:
+            end -= 1
+        if end - start < fewest <= self.to_read:
+            return  # with what is read next
         with self.clock.phase("prefill"):
-            for start in range(self._position, end, chunk):
-                self._prefill.read_columns(self._prompt, start, min(end, start + chunk))
-        self._position = end
+            while start < end:
+                stop = min(start + chunk, end)
+                if 0 < end - stop < fewest:
+                    stop -= 1
+                self._prefill.read_columns(self._prompt, start, stop)
+                self._position = start = stop
         last = self._prompt.last_logits[0]
         if last is not None and bool(last.isnan().any()):
             raise UnsupportedGenerationError("the model's scores of this prompt are no numbers")
 
-    def join(self) -> None:
-        """The prompt has been read: its text is written from the next round on."""
+    def join(self) -> Event:
+        """The prompt has been read: its text gets its first token, and is written on from the next round on, unless
+        that ends it."""
         assert self.reading is not None, "begin comes first"
+        assert self._prompt is not None, "begin comes first"
+        text, prompt, caches = self.reading, self._prompt, self.prompt_caches
+        event = self._first_token(text, prompt)
+        if event.error:
+            self.drop_reading()
+            return event
+        if caches.drafter is not None:
+            caches.drafter.absorb(*prompt.pair([event.tokens]))
         self._parked.pop(len(self.texts), None)  # its row is written over, even where that fails half-way
-        self.caches.join(self.prompt_caches)
-        text = self.reading
+        self.caches.join(caches)
         self.texts.append(text)
         self.reading = None
         self.planner.shorten_rest()  # this text may be of another kind
         if self.is_single:
             self._draft_alone(text)
+        if event.finish is not None:
+            self.leave(text)
+        return event
+
+    def _first_token(self, text: ServedText, prompt: PrefillState) -> Event:
+        """As a round would choose it that has drafted nothing."""
+        alone = Rows(self.binding, self._rows.shape, self.stats)
+        alone.texts.append(text)
+        batch = RoundBatch(alone, [0], [0])
+        tree, logits = DraftTree.chain(batch.roots[:, None]), prompt.last_logits[0]
+        assert logits is not None, "the prompt has been read"
+        accepted = Acceptor(tree, logits[None, None], batch).accept(None)
+        event = self._write(text, logits[None], accepted.paths[0], accepted.tokens[0])
+        self.stats.new_tokens += len(event.tokens)
+        return event
 
     def _draft_alone(self, text: ServedText) -> None:
         one, new_tokens = text.chooser, text.request.max_new_tokens
@@ -170,21 +202,19 @@ class Batch:
         self.prompt_caches.target.reset()
         if self.prompt_caches.drafter is not None:
             self.prompt_caches.drafter.rollback([0])
-            self.prompt_caches.drafter._root = None
         self._prompt, self._position = None, 0
 
     def _longest_shared(self, request: Request) -> tuple[int, int]:
         """The row to resume from: its place, and how many of its tokens (0 for none).
 
-        One token less than the two share, since the drafter has joined each position with the token after it; and the
-        prompt's last two tokens are left to be read, for where drafts start is not kept with a row.
+        One token less than the two share, since the drafter has joined each position with the token after it.
         """
-        prompt, best = request.prompt, (0, 0)
-        if request.prompt_logprobs is not None:  # what is not read has no scores
+        best = (0, 0)
+        if request.prompt_logprobs is not None or not self._resumes:  # what is not read has no scores
             return best
         rows = {place: text.tokens for place, text in enumerate(self.texts)}
         for place, tokens in (rows | self._parked).items():
-            length = min(shared_prefix(tokens, prompt) - 1, len(prompt) - 2, self.cache.row_length(place))
+            length = min(shared_prefix(tokens, request.prompt) - 1, self.cache.row_length(place))
             if length > best[1] and self.caches.can_resume(place, length):
                 best = (place, length)
         return best
@@ -195,15 +225,15 @@ class Batch:
         """Draft, verify, accept and commit for all texts; those that have ended leave. What each of them got."""
         self.clock.begin_round()
         rows = range(len(self.texts))
-        remaining, held = max(text.writer.remaining for text in self.texts), self.caches.target
-        if held.has_states and not min(held.lengths):
-            remaining = 1  # states begin with the one token of a prompt, not with drafts behind it
-        batch = RoundBatch(self._rows, rows, rows, self._plan(rows, remaining))
+        batch = RoundBatch(self._rows, rows, rows, self._plan(rows))
         tree = self.rounds.draft(batch)
         verified = self.rounds.verify(tree)
         accepted = self.rounds.accept(tree, verified, batch)
-        paths = accepted.paths
-        events = [self._write(b, tree, verified.logits, paths[b], accepted.tokens[b]) for b in rows]
+        for text in self.texts:
+            drafted = text.usage.drafted + tree.size - 1
+            text.usage = replace(text.usage, drafted=drafted, rounds=text.usage.rounds + 1)
+        chosen = zip(self.texts, verified.logits, accepted.paths, accepted.tokens, strict=True)
+        events = [self._write(*each) for each in chosen]
         kept = [list(event.tokens) or [0] for event in events]  # a row that fails leaves, whatever it holds
         self.rounds.commit(accepted, verified, kept)
         self.rounds.record(self.planner, tree, batch, accepted)
@@ -215,8 +245,9 @@ class Batch:
         self.clock.end_round()
         return brought
 
-    def _plan(self, rows: Sequence[int], remaining: int) -> DraftPlan | None:
-        """What to draft for these rows, of which one may get `remaining` tokens; the round cuts the draft to that."""
+    def _plan(self, rows: Sequence[int]) -> DraftPlan | None:
+        """What to draft for these rows; the round cuts the draft to what they may get."""
+        remaining = max(text.writer.remaining for text in self.texts)
         if remaining < 2 or not self._rows.shape.depth:
             return None
         read = None if isinstance(self.drafter, Eagle31Drafter) else self._rows
@@ -247,33 +278,36 @@ class Batch:
         self.texts.clear()
         self._parked.clear()
 
-    def _write(self, b: int, *round_of: Any) -> Event:
+    def _write(self, text: ServedText, logits: Tensor, path: list[int], emitted: list[int]) -> Event:
         """`_add_to_text`; what its tokenizer raises, say, ends this text alone."""
         try:
-            return self._add_to_text(b, *round_of)
+            return self._add_to_text(text, logits, path, emitted)
         except Exception as error:
             logger.exception("eagle31: a text could not be written")
-            return Event.failure(self.texts[b].usage, error)
+            return Event.failure(text.usage, error)
 
-    def _add_to_text(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> Event:
-        """Add a row's tokens to its text, up to where that ends."""
-        text = self.texts[b]
+    def _add_to_text(self, text: ServedText, logits: Tensor, path: list[int], emitted: list[int]) -> Event:
+        """Add what a round emitted to a text, up to where that ends; `logits` `(N, V)` are of all nodes."""
         fails = emitted[-1] >= logits.shape[-1]  # the target's own choice was none
-        if not self._rows.checks and bool(logits[b, path].isnan().any()):
+        if not self._rows.checks and bool(logits[path].isnan().any()):
             fails, emitted = True, emitted[-1:]
         count, shown = text.writer.append(emitted[:-1] if fails else emitted)
+        usage, accepted = text.usage, min(count, len(path) - 1)
         text.usage = replace(
-            text.usage,
-            completion_tokens=text.usage.completion_tokens + count,
-            drafted=text.usage.drafted + tree.size - 1,
-            accepted=text.usage.accepted + min(count, len(path) - 1),
-            rounds=text.usage.rounds + 1,
+            usage, completion_tokens=usage.completion_tokens + count, accepted=usage.accepted + accepted
         )
         top = text.request.top_logprobs
-        logprobs = () if top is None else logprobs_of(logits[b, path[:count]], emitted[:count], top)
+        logprobs = () if top is None else logprobs_of(logits[path[:count]], emitted[:count], top)
         fails = fails and text.writer.finish is None
         finish, error = ("error", text.chooser.processing.failure or NO_TOKEN) if fails else (text.writer.finish, "")
         return Event(text.usage, shown, tuple(emitted[:count]), logprobs, finish, error)
+
+
+def _reads_prompts_otherwise(model: Any) -> bool:
+    """Whether a Mamba-2 layer bounds the time steps of prompts and not those of what is written: a prompt that holds
+    an answer then leaves other states than the text that has written it."""
+    limits = (getattr(module, "time_step_limit", None) for module in model.modules())
+    return any(limit is not None and tuple(limit) != (0.0, math.inf) for limit in limits)
 
 
 def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
@@ -287,11 +321,4 @@ def _note_logprobs(text: ServedText, start: int, logits: Tensor) -> None:
     request = text.request
     assert request.prompt_logprobs is not None, "they were asked for"
     tokens = request.prompt[start + 1 : start + 1 + logits.shape[1]]
-    text.prompt_logprobs += logprobs_of(logits[0], tokens, request.prompt_logprobs)
-
-
-def _start_midway(session: DraftSession) -> None:
-    """A prompt of one token: the drafter knows nothing yet, and guesses until the first round has told it more."""
-    drafter = session.drafter
-    hidden = torch.zeros(1, 1, drafter.config.hidden_size, device=drafter.device, dtype=drafter.dtype)
-    session._root = DraftState(drafter.draft_logits(hidden), hidden)
+    text.prompt_logprobs += logprobs_of(logits[0, : len(tokens)], tokens, request.prompt_logprobs)

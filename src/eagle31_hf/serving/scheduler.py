@@ -104,11 +104,11 @@ class Scheduler:
         return 0 if is_alone else taken + num_tokens
 
     def _join(self, text: ServedText) -> None:
-        """The prompt has been read: its text is written from the next round on."""
+        """The prompt has been read: its text begins."""
         if text.request.prompt_logprobs is not None:
             self._tell(text, Event(text.usage, prompt_logprobs=tuple(text.prompt_logprobs)))
         if text.request.max_new_tokens:
-            self.batch.join()
+            self._tell(text, self.batch.join())
         else:
             self._let_go(text, Event(text.usage, finish="length"))
 
