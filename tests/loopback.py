@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ class LoadedPair(NamedTuple):
 class Served(NamedTuple):
     engine: Engine
     url: str
+    server: HttpServer
 
     def client(self, key: str = "none", **more: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **more)
@@ -62,11 +63,11 @@ class Served(NamedTuple):
 
 @contextmanager
 def serving(
-    pair: LoadedPair, sizes: EngineSettings = SIZES, *, grace_s: float = 10.0, **settings: Any
+    pair: LoadedPair, sizes: EngineSettings = SIZES, *, stopping: Mapping[str, Any] = {"grace_s": 10.0}, **settings: Any
 ) -> Iterator[Served]:
     """A server of its own, stopped at the end."""
     engine = Engine(pair.drafter, pair.tokenizer, sizes)
-    server = HttpServer(make_app(engine, model=MODEL, **settings), engine, grace_s=grace_s, port=0)
+    server = HttpServer(make_app(engine, model=MODEL, **settings), engine, port=0, **stopping)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -74,7 +75,7 @@ def serving(
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Served(engine, f"http://127.0.0.1:{port}")
+        yield Served(engine, f"http://127.0.0.1:{port}", server)
     finally:
         server.should_exit = True
         thread.join(timeout=30)

@@ -31,6 +31,7 @@ def top(tmp_path_factory) -> Path:
         (top / name).mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(f"{TARGET}/{name}", top / "no-tokenizer")
+    (top / "broken.jinja").write_text("{% if messages %}Hello")
     for number in range(12):
         shutil.copytree(DRAFTER, top / "many" / f"drafter-{number:02}", symlinks=True)
     return top
@@ -106,8 +107,8 @@ REFUSED = {
     "generate --prompt x --memory plan.json": "went in 0.2.0: pass --memory auto, and the options",
     # --- one command each
     "serve --port 0 --context 4000": "was made for texts of 2048 tokens",
-    "serve --target nowhere --schedule pid": CHAINS.format("--schedule pid"),
     "serve --target nowhere --tree-width 2": CHAINS.format("--tree-width 2"),
+    "chat --chat-template {top}/broken.jinja": "got --chat-template .*/broken.jinja, which cannot be used: .*'endif'",
     "serve --target nowhere --acceleration compile": CHAINS.format("--acceleration compile"),
     "serve --allow-origin http://localhost:3000/chat": "scheme, host and port",
     "serve --allow-origin *": "scheme, host and port",

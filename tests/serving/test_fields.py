@@ -244,6 +244,14 @@ def test_variables_that_the_template_does_not_read_are_named(served):
     assert told.headers["x-ignored-fields"] == "chat_template_kwargs.enable_thinkin"
 
 
+def test_strict_tools_are_followed_where_a_call_is_forced_and_named_elsewhere(served):
+    tools = [{"type": "function", "function": {**TOOL["function"], "strict": True}}]
+    body = {"model": MODEL, "messages": MESSAGES, "tools": tools}
+    ignored = Translator(served.engine).ignored
+    assert ignored(parse(ChatBody, body)) == ["tools.function.strict"]
+    assert ignored(parse(ChatBody, {**body, "tool_choice": "required"})) == []
+
+
 # --- extremes ---------------------------------------------------------------------------------------------------------
 
 

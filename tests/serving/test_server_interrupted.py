@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -42,7 +43,7 @@ def test_a_full_queue_says_when_to_come_back(pair):
 
 
 def test_a_server_that_is_stopped_finishes_what_runs(pair):
-    with serving(pair, grace_s=20.0) as made:
+    with serving(pair, stopping={"grace_s": 20.0}) as made:
         client = made.client()
         stream = chat(client, stream=True)
         pieces = iter(stream)
@@ -63,14 +64,19 @@ def test_a_failure_in_a_round_ends_its_texts_and_no_others(served, client, monke
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_text_that_does_not_end_within_the_grace_is_told_so_by_a_clean_last_event(pair, caplog):
-    with serving(pair, grace_s=0.2) as made:
+@pytest.mark.parametrize(("grace_s", "signals"), [(0.2, 1), (60.0, 2)])
+def test_a_text_that_does_not_end_within_the_grace_is_told_so_by_a_clean_last_event(pair, caplog, grace_s, signals):
+    """A second Ctrl-C leaves it none."""
+    told = []
+    with serving(pair, stopping={"grace_s": grace_s, "on_stop": told.append}) as made:
         body = {"model": MODEL, "messages": MESSAGES, "stream": True, "ignore_eos": True, "temperature": 0}
         request = httpx2.stream("POST", f"{made.url}/v1/chat/completions", json=body, timeout=60)
         stream = request.__enter__()
         lines = (line for line in stream.iter_lines() if line)
         first = next(lines)
         slow_down(made.engine)
+        for _ in range(signals):
+            made.server.handle_exit(signal.SIGINT, None)
     events = [first, *lines]
     request.__exit__(None, None, None)
     assert events[-1] == "data: [DONE]"
@@ -78,6 +84,7 @@ def test_a_text_that_does_not_end_within_the_grace_is_told_so_by_a_clean_last_ev
     assert set(error) == {"message", "type", "param", "code"}
     assert "shut down" in error["message"]
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert told == [1], "who stops a server is told what it waits for"
 
 
 def slow_down(engine):

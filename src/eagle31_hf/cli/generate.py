@@ -124,6 +124,8 @@ def _show(pair: LoadedPair, shown: Shown, json_path: Path | None) -> None:
     record: dict[str, Any] = {**origin(pair.drafter.binding), "target": pair.name}
     if pair.plan is not None:
         record["plan"] = pair.plan.to_dict()
+    if pair.described != pair.name:
+        console.print(pair.described, style="dim")
     lines = [line for task in tasks[: shown.streamed] for line in _stream(console, pair, task, shown)]
     console.print()
     console.print(terminal.legend())

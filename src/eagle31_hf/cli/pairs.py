@@ -96,7 +96,7 @@ class PairSource:
     )
     acceleration: Literal["auto", "eager", "compile"] = option(
         "auto",
-        "auto: graphs that `eagle31 warmup` made, if any; compile: make them now, which takes minutes.",
+        "auto: graphs that `eagle31 warmup` made, if any; compile (not in serve): make them now, which takes minutes.",
         panel=LOADING,
     )
     chat_template: Path | None = option(
@@ -131,7 +131,7 @@ class DraftOptions:
     tree_width: int | None = option(None, "Children per draft token; 1 drafts a chain.", min=1, panel=DRAFTS)
     tree_size: int | None = option(None, "Tokens verified per round with a tree.", min=2, panel=DRAFTS)
     schedule: Literal["planned", "constant", "pid"] = option(
-        "planned", "How the draft length follows what is accepted; serve takes no pid.", panel=DRAFTS
+        "planned", "How the draft length follows what is accepted.", panel=DRAFTS
     )
 
     def apply_to(self, drafter: Assistant) -> None:
@@ -147,13 +147,11 @@ class DraftOptions:
                 setattr(drafter.generation_config, name, value)
         drafter.generation_config.check()
 
-    def beyond_chains(self) -> dict[str, bool]:
-        """Options that are not for chains of one length, and whether they were given."""
-        return {
-            f"--schedule {self.schedule}": self.schedule == "pid",
-            f"--tree-width {self.tree_width}": (self.tree_width or 1) > 1,
-            f"--tree-size {self.tree_size}": self.tree_size is not None,
-        }
+    @property
+    def for_trees(self) -> list[str]:
+        """Options given that ask for trees."""
+        asked = {"--tree-width": self.tree_width if self.tree_width != 1 else None, "--tree-size": self.tree_size}
+        return [f"{name} {value}" for name, value in asked.items() if value is not None]
 
 
 def load_pair(
@@ -200,7 +198,7 @@ def load_pair(
         if source.adapter is not None:
             _load_adapter(target, source.adapter)
         if source.chat_template is not None:
-            tokenizer.chat_template = source.chat_template.read_text(encoding="utf-8")
+            _take_template(tokenizer, source.chat_template)
         drafter = _load_assistant(source, target, plan)
     if source.cache_type != "auto":
         drafter.generation_config.cache_type = source.cache_type
@@ -213,6 +211,15 @@ def load_pair(
         tokenizer=tokenizer,
         plan=plan,
     )
+
+
+def _take_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Use a file's chat template, which has to take a chat of one message."""
+    try:
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        encode_chat(tokenizer, [{"role": "user", "content": "Hello"}])
+    except (ConfigurationError, OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"got --chat-template {file}, which cannot be used: {error}") from error
 
 
 def _with_own_head(source: PairSource) -> PairSource:
@@ -247,7 +254,7 @@ def _check_without_drafter(drafting: DraftOptions, *, needs_drafter: bool) -> No
             "got --drafter none, but this command is about a drafter; name one, or use generate, chat, serve or "
             "warmup, which do without one"
         )
-    if refused := [option for option, is_asked in drafting.beyond_chains().items() if is_asked]:
+    if refused := drafting.for_trees + ["--schedule pid"] * (drafting.schedule == "pid"):
         raise ConfigurationError(
             f"got {', '.join(refused)} with --drafter none: without a drafter chains are looked up in the text, of up "
             "to --draft-tokens; leave it out"

@@ -9,7 +9,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, count
 from ..texts.chats import shows_tools
 from .options import command, make_console, option
 from .pairs import DraftOptions, LoadedPair, PairSource, load_pair
@@ -83,7 +83,12 @@ def serve(
         )
     if not quiet:
         _print_requests()
-    HttpServer(app, engine, grace_s=grace).run(sockets=[listening])
+
+    def say_stopping(running: int) -> None:
+        if running:
+            console.print(f"finishing {count(running, 'answer')}; Ctrl-C again to stop now")
+
+    HttpServer(app, engine, grace_s=grace, on_stop=say_stopping).run(sockets=[listening])
 
 
 def _check_packages() -> None:
@@ -124,9 +129,7 @@ def _check_reach(host: str, api_key: str | None) -> None:
 
 def _check_drafting(source: PairSource, drafting: DraftOptions) -> None:
     """The running batch drafts chains; what else is asked for is not silently left out."""
-    asked = drafting.beyond_chains() | {f"--acceleration {source.acceleration}": source.acceleration == "compile"}
-    refused = [option for option, is_asked in asked.items() if is_asked]
-    if refused:
+    if refused := drafting.for_trees + ["--acceleration compile"] * (source.acceleration == "compile"):
         raise ConfigurationError(
             f"serve cannot do {', '.join(refused)}: texts that join and leave a running batch are drafted as chains; "
             "leave it out (--draft-tokens sets a chain's length), or use it with generate and chat"

@@ -29,6 +29,9 @@ MOST_MARKS = 16
 
 ENDS = ("open", "close")
 
+CALL_IN_JSON = re.compile(r'"name": "(?P<name>[^"]+)", "(?:arguments|parameters)": (?P<arguments>.*)', re.DOTALL)
+"""As a grammar forces it, whole or cut off."""
+
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of a thought's field in published templates."""
 
@@ -53,6 +56,7 @@ class AnswerParser:
     Args:
         prompt: token ids of the chat that is answered.
         tools: as the template was given them; empty: nothing is taken for a call.
+        is_forced: the answer is a call and nothing else; one that is cut off is a call as far as it got.
     """
 
     def __init__(
@@ -61,8 +65,10 @@ class AnswerParser:
         form: AnswerForm,
         prompt: Sequence[int] = (),
         tools: Sequence[Any] = (),
+        *,
+        is_forced: bool = False,
     ):
-        self._tokenizer, self._form = tokenizer, form
+        self._tokenizer, self._form, self._is_forced = tokenizer, form, is_forced
         self._tools: list[Any] = [_with_types_known(tool) for tool in tools]
         self._names = {tool["function"]["name"] for tool in tools}
         if form.is_own:
@@ -89,11 +95,14 @@ class AnswerParser:
         return _not_empty([*self._parts(self._parser.finalize()[1]), *self._last()])
 
     def _last(self) -> Iterator[AnswerPart]:
-        if self._held:
-            calls = self._calls_in(_json_or_none(self._held))
-            yield from (AnswerPart(call=call) for call in calls) if calls else [AnswerPart(content=self._held)]
-        else:
+        if not self._held:
             yield AnswerPart(content=self._spaces)
+        elif calls := self._calls_in(_json_or_none(self._held)):
+            yield from (AnswerPart(call=call) for call in calls)
+        elif not self._is_forced:
+            yield AnswerPart(content=self._held)
+        elif cut_off := CALL_IN_JSON.search(self._held):
+            yield AnswerPart(call={"name": cut_off["name"], "arguments": _up_to_its_end(cut_off["arguments"])})
 
     def _parts(self, events: Sequence[Fields]) -> Iterator[AnswerPart]:
         for event in events:
@@ -118,7 +127,7 @@ class AnswerParser:
         return kept
 
     def _say(self, text: str) -> Iterator[AnswerPart]:
-        if self._held or (self._names and not self._said and text.lstrip()[:1] in ("{", "[")):
+        if self._is_forced or self._held or (self._names and not self._said and text.lstrip()[:1] in ("{", "[")):
             self._held += text
             return
         said = self._trimmed(text)
@@ -213,6 +222,14 @@ def _json_or_none(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _up_to_its_end(text: str) -> str:
+    """The JSON value that a text begins with, all of the text if that is not whole."""
+    try:
+        return text[: json.JSONDecoder().raw_decode(text)[1]]
+    except (ValueError, RecursionError):
+        return text
 
 
 def _not_empty(parts: Iterator[AnswerPart] | Sequence[AnswerPart]) -> list[AnswerPart]:
@@ -321,7 +338,8 @@ class _ChatChoice:
         self, index: int, tokenizer: PreTrainedTokenizerBase, form: AnswerForm, body: ChatBody, text: Request
     ):  # fmt: skip
         self._index, self._body, self._call_id = index, body, form.call_id
-        self._parser = AnswerParser(tokenizer, form, text.prompt, body.offered)
+        is_forced = bool(body.forced)
+        self._parser = AnswerParser(tokenizer, form, text.prompt, body.offered, is_forced=is_forced)
         self._tokens = TokenTexts(tokenizer, text.prompt)
         self._calls_before, self._calls = sum(len(message.tool_calls or ()) for message in body.messages), 0
         self.opening = self._piece({"role": "assistant", "content": ""})

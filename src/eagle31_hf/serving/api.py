@@ -59,7 +59,11 @@ class Translator:
     def ignored(self, body: AnyBody) -> list[str]:
         """Fields of a body that change nothing: they are not read, here or by the chat template."""
         unread = sorted(body.model_extra or {})
-        return unread + (self._template_kwargs(body)[1] if isinstance(body, ChatBody) else [])
+        if not isinstance(body, ChatBody):
+            return unread
+        if body.has_strict_tools and not body.forced:  # a call that is forced keeps to its schema, others need not
+            unread.append("tools.function.strict")
+        return unread + self._template_kwargs(body)[1]
 
     def _template_kwargs(self, body: ChatBody) -> tuple[dict[str, Any], list[str]]:
         """Variables that the chat template reads, and the fields of the others."""

@@ -56,10 +56,22 @@ class TooLongError(ApiError):
 _TAGS = {"str", "int", "float", "bool", "dict", "list", "constrained-str", "constrained-int", "constrained-float"}
 """What pydantic adds to a place to say which type of several it has tried."""
 
+_WANTED = {
+    "greater_than_equal": "at least {ge}", "greater_than": "more than {gt}", "less_than_equal": "at most {le}",
+    "too_short": "at least {min_length} of them", "too_long": "at most {max_length} of them",
+    "literal_error": "{expected}", "string_too_short": "some text", "string_type": "a text",
+    "bool_type": "true or false",
+    "list_type": "a list", "dict_type": "an object", "model_type": "an object",
+    **dict.fromkeys(("number_type", "float_type", "float_parsing", "finite_number"), "a number"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    "extra_forbidden": "a field that is served",
+}  # fmt: skip
+"""What is wanted, by pydantic's kind of error."""
+
 
 def from_validation(error: ValidationError) -> ApiError:
     """What a body's first wrong field is told: of several types that were tried the one that got farthest."""
-    found = error.errors(include_url=False, include_context=False)
+    found = error.errors(include_url=False)
     first = max(found, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     path = _path(first["loc"])
     if first["type"] == "missing":
@@ -67,7 +79,12 @@ def from_validation(error: ValidationError) -> ApiError:
     got = repr(first.get("input"))
     shown = got if len(got) <= 80 else f"{got[:77]}..."
     code = "invalid_value" if first["type"] == "literal_error" else "invalid_type"
-    return ApiError(f"{path}: {first['msg']}, got {shown}", param=path, code=code)
+    if first["type"] == "value_error":  # ours, in a whole sentence
+        return ApiError(f"{path}: got {shown}; {first['ctx']['error']}", param=path, code=code)
+    is_of_types = first["type"].endswith(("_type", "literal_error"))
+    tried = [each for each in found if _path(each["loc"]) == path] if is_of_types else [first]
+    wanted = dict.fromkeys(_WANTED.get(each["type"], each["msg"]).format(**each.get("ctx", {})) for each in tried)
+    return ApiError(f"{path}: got {shown}; wanted {' or '.join(wanted)}", param=path, code=code)
 
 
 def _path(place: Sequence[str | int]) -> str:

@@ -7,9 +7,10 @@ import hmac
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from types import FrameType
 from typing import Any
 from urllib.parse import quote
 
@@ -45,25 +46,40 @@ class HttpServer(uvicorn.Server):
     """uvicorn around the application: stopped, it lets running texts end, and tells those that cannot.
 
     uvicorn waits for connections before it ends an application, so the engine would hear of the end only after streams
-    had been torn off. Here it hears of it first.
+    had been torn off. Here it hears of it first. A second signal leaves running texts no time, a third waits for no
+    connection either.
 
     Args:
         grace_s: what running texts get to end in.
+        on_stop: told how many texts have not ended when the server is first asked to stop.
     """
 
-    def __init__(self, app: FastAPI, engine: Engine, *, grace_s: float, port: int = 8000):
-        shutdown_s = int(grace_s + TELLING_S) + 1
-        super().__init__(
-            uvicorn.Config(app, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=shutdown_s)
-        )
-        self._engine, self._grace_s = engine, grace_s
+    def __init__(
+        self,
+        app: FastAPI,
+        engine: Engine,
+        *,
+        grace_s: float,
+        port: int = 8000,
+        on_stop: Callable[[int], None] = lambda running: None,
+    ):
+        config = uvicorn.Config(app, port=port, lifespan="off", log_level="warning", access_log=False)
+        config.timeout_graceful_shutdown = int(grace_s + TELLING_S) + 1
+        super().__init__(config)
+        self._engine, self._grace_s, self._on_stop = engine, grace_s, on_stop
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Unlike uvicorn's own it keeps no signals to raise them again: a server that has stopped is no error."""
+        if self.should_exit:
+            self.force_exit = self._engine.deadline == 0.0
+            self._engine.deadline = 0.0
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, let texts end within their grace, cancel the rest, close."""
+        self._on_stop(len(self._engine.scheduler.texts))
         closing = asyncio.create_task(asyncio.to_thread(self._engine.close, self._grace_s))
         await super().shutdown(sockets)
-        if self.force_exit:  # asked twice: no grace is left
-            await asyncio.to_thread(self._engine.close, 0.0)
         await closing
 
 
@@ -224,7 +240,7 @@ class _Server:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # also what keeps web pages of others from asking without the browser's leave
             message = f"the content type is {kind or 'not given'}; wanted application/json"
-            raise ApiError(message, status=415, code="invalid_json")
+            raise ApiError(message, status=415, code="unsupported_media_type")
         body = b""
         async for piece in request.stream():
             body += piece
@@ -300,7 +316,7 @@ class _Run:
         usage, ended = Usage.of_answer(self.usages), dict.fromkeys(finish or "cancelled" for finish in self.finishes)
         written = usage.completion_tokens
         speed = f" ({written / seconds:.1f}/s)" if seconds > 0 else ""
-        passes = f", {written / usage.rounds:.2f} a pass" if usage.rounds else ""
+        passes = f", {usage.accepted / usage.rounds + 1:.2f} a pass" if usage.rounds else ""
         logger.info(
             "%s %s: %d prompt tokens (%d held already), %d written in %.2f s%s%s",
             _who(request), ", ".join(ended), usage.prompt_tokens, usage.cached_tokens, written, seconds, speed, passes,

@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -178,7 +177,7 @@ class Batch:
         batch = RoundBatch(alone, [0], [0])
         tree, logits = DraftTree.chain(batch.roots[:, None]), prompt.last_logits[0]
         assert logits is not None, "the prompt has been read"
-        accepted = Acceptor(tree, logits[None, None], batch).accept(None)
+        accepted = Acceptor(tree, logits[None, None], batch).accept()
         event = self._write(text, logits[None], accepted.paths[0], accepted.tokens[0])
         self.stats.new_tokens += len(event.tokens)
         return event

@@ -341,6 +341,10 @@ class ChatBody(Body):
         return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     @property
+    def has_strict_tools(self) -> bool:
+        return any((tool.function.model_extra or {}).get("strict") for tool in self.tools)
+
+    @property
     def forced(self) -> list[dict[str, Any]]:
         """Tools of which the model has to call one."""
         choice = self.tool_choice

@@ -8,6 +8,7 @@ The model is touched by the worker alone. What fails in a round fails the texts 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ class Engine:
 
     Attributes:
         form: how the target writes thoughts and calls.
+        deadline: when a close ends what still runs, by `time.monotonic`; 0 for at once.
     """
 
     def __init__(self, drafter: Assistant, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings):
@@ -69,6 +71,7 @@ class Engine:
         self.scheduler = Scheduler(self.batch, max_waiting=settings.max_waiting, read_budget=chunk)
         self._work = threading.Condition()
         self._accepts, self._stopping = True, False
+        self.deadline = math.inf
         self._thread = threading.Thread(target=self._run, name="eagle31-engine", daemon=True)
         self._thread.start()
 
@@ -110,8 +113,8 @@ class Engine:
     def close(self, grace_s: float = 10.0) -> None:
         """Take nothing more, finish what runs within `grace_s`, cancel the rest."""
         self._accepts = False
-        deadline = time.monotonic() + grace_s
-        while time.monotonic() < deadline and self.scheduler.texts and self._thread.is_alive():
+        self.deadline = min(self.deadline, time.monotonic() + grace_s)
+        while time.monotonic() < self.deadline and self.scheduler.texts and self._thread.is_alive():
             time.sleep(0.02)
         with self._work:
             self._stopping = True
