@@ -104,8 +104,8 @@ class TrainingSettings:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                known = removal(f"--{name} {value}")
-                raise ConfigurationError(known or f"{name} is {value!r}; wanted one of {', '.join(map(str, allowed))}")
+                named = ", ".join(str(each) for each in allowed if each is not None)
+                raise ConfigurationError(removal(f"--{name} {value}") or f"{name} is {value!r}; wanted one of {named}")
         for name, value in vars(self).items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and name != "seed" and not value > 0:
