@@ -118,10 +118,10 @@ def test_every_reader_finds_target_and_head_afterwards(base, fine_tune):
     assert_same_text(model, eagle, torch.arange(10, 18)[None], max_new_tokens=12, do_sample=False)
 
 
-GRAFT = "eagle31_hf.checkpoints.graft"
-
-
-@pytest.mark.parametrize("failing", [f"{GRAFT}.save_file", f"{GRAFT}.os.replace", "pathlib.Path.write_text"])
+@pytest.mark.parametrize(
+    "failing",
+    ["eagle31_hf.checkpoints.graft.save_file", "eagle31_hf.checkpoints.files.os.replace", "pathlib.Path.write_text"],
+)
 def test_a_torn_write_leaves_the_folder_as_it_was(base, fine_tune, failing, monkeypatch):
     before = content(fine_tune)
 

@@ -11,8 +11,8 @@ import pickle
 import re
 import reprlib
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -312,10 +312,9 @@ def replace_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping
 
 
 def _replace_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    new_config, new_weights = (folder / f".{name}.{os.getpid()}.tmp" for name in (CONFIG_FILE, WEIGHTS_FILE))
-    try:
+    apart = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    with replacing(folder / CONFIG_FILE) as new_config, replacing(folder / WEIGHTS_FILE) as new_weights:
         new_config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        apart = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         save_file(apart, new_weights, metadata={"format": "pt"})  # which takes no tensors of one storage
         new_weights.chmod(new_config.stat().st_mode)  # safetensors lets only the owner read what it writes
         # Without its config a folder is no checkpoint: old weights never meet the new config, nor the reverse.
@@ -323,8 +322,14 @@ def _replace_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str
         for stale in folder.iterdir():
             if stale.name == INDEX_FILE or _SHARD.fullmatch(stale.name):
                 stale.unlink()
-        os.replace(new_weights, folder / WEIGHTS_FILE)
-        os.replace(new_config, folder / CONFIG_FILE)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` in one step; if anything fails before, it is gone."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield new
+        os.replace(new, path)
     finally:
-        new_config.unlink(missing_ok=True)
-        new_weights.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)

@@ -8,9 +8,7 @@ step of writing is one rename: before it the folder is what it was, after it the
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, CheckpointFormatError
-from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, open_tensors, read_json
+from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, open_tensors, read_json, replacing
 from .mtp import MtpFamily, StoredHead, holds_head, promises_head, require_head_in, text_fields
 
 HEAD_SHARD = "model-mtp.safetensors"
@@ -44,13 +42,14 @@ def graft_head(base: Path, folder: Path) -> list[str]:
     _require_room_for_it(head, head.family, folder)
     held = open_tensors(folder).infos  # Ernie's final norm is the target's, and there already
     tensors = {name: tensor for name, tensor in loaded.items() if name not in held}
+    index = json.dumps(_with_head(_index(folder, held), tensors), indent=2, ensure_ascii=False) + "\n"
     try:
-        if (folder / HEAD_SHARD).exists():
-            raise FileExistsError(f"{folder / HEAD_SHARD} is there, and no index names it; remove it")
-        index = _index(folder, held)
-        with _written(folder / HEAD_SHARD, tensors):
-            _replace_json(folder / INDEX_FILE, _with_head(index, tensors))
+        with replacing(folder / INDEX_FILE) as new_index, replacing(folder / HEAD_SHARD) as new_shard:
+            new_index.write_text(index, encoding="utf-8")
+            save_file(tensors, new_shard, metadata={"format": "pt"})
+            new_shard.chmod((folder / CONFIG_FILE).stat().st_mode)
     except (OSError, SafetensorError) as error:
+        (folder / HEAD_SHARD).unlink(missing_ok=True)
         raise CheckpointError(
             f"the head could not be written to {folder} ({error}); the folder is what it was: make room there"
         ) from error
@@ -64,6 +63,8 @@ def _require_room_for_it(head: StoredHead, family: MtpFamily, folder: Path) -> N
         raise CheckpointFormatError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; save the model as these")
     if holds_head(folder):
         raise CheckpointFormatError(f"{folder} holds an MTP head already; nothing was changed")
+    if (folder / HEAD_SHARD).exists():
+        raise CheckpointFormatError(f"{folder / HEAD_SHARD} is there, and no index names it; remove it")
     raw_config = read_json(folder / CONFIG_FILE)
     ours, theirs = text_fields(raw_config), text_fields(head.raw_config)
     for field in SAME:
@@ -84,7 +85,9 @@ def _index(folder: Path, held: Iterable[str]) -> dict[str, Any]:
     if not (folder / WEIGHTS_FILE).is_file():
         return read_json(folder / INDEX_FILE)
     if (folder / INDEX_FILE).exists():
-        raise FileExistsError(f"{folder / INDEX_FILE} is there beside {WEIGHTS_FILE}; remove the one that is not used")
+        raise CheckpointFormatError(
+            f"{folder / INDEX_FILE} is there beside {WEIGHTS_FILE}; remove the one that is not used"
+        )
     size = (folder / WEIGHTS_FILE).stat().st_size
     return {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(held, WEIGHTS_FILE)}
 
@@ -95,25 +98,3 @@ def _with_head(index: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[
     if isinstance(metadata.get("total_size"), int):
         metadata["total_size"] += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return {**index, "metadata": metadata, "weight_map": {**index["weight_map"], **dict.fromkeys(tensors, HEAD_SHARD)}}
-
-
-@contextmanager
-def _written(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """`path` holds the tensors; it is gone again if what is done with it fails."""
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-        path.chmod((path.parent / CONFIG_FILE).stat().st_mode)
-        yield
-    except BaseException:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-        raise
-
-
-def _replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        new.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
