@@ -178,6 +178,11 @@ class Eagle31Config(LlamaConfig):
         """True for DeepSeek's latent attention (MLA), false for grouped-query attention."""
         return self.kv_lora_rank is not None
 
+    @property
+    def has_reduced_vocabulary(self) -> bool:
+        """`Vd < V`: the draft head has rows for some target ids only, and a `d2t` map says which."""
+        return self.draft_vocab_size < self.vocab_size
+
     def knows_vocabulary_of(self, rows: int) -> bool:
         """Whether a target with so many tokens has this drafter's, and at most a few that were added behind them."""
         return 0 <= rows - self.vocab_size <= MOST_ADDED_TOKENS

@@ -9,7 +9,6 @@ from .layouts import (
     WRITTEN_FORMATS,
     default_format,
     expected_shapes,
-    filled,
 )
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "CheckpointSummary",
     "default_format",
     "expected_shapes",
-    "filled",
     "holds_checkpoint",
     "holds_drafter",
     "inspect_checkpoint",

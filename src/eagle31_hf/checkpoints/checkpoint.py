@@ -42,7 +42,6 @@ from .layouts import (
     check_expressible,
     detect_layout,
     expected_shapes,
-    has_reduced_vocabulary,
     stored_name,
     written_layout,
 )
@@ -247,7 +246,7 @@ def _read_headers(folder: Path, source: str) -> CheckpointSummary:
         reason = textwrap.shorten(str(error), 400, placeholder=" …")
         raise CheckpointFormatError(f"config.json describes no possible drafter: {reason}") from error
     refuse_unread_fields(layout, raw_config, config)
-    if not has_reduced_vocabulary(config):
+    if not config.has_reduced_vocabulary:
         # A full vocabulary needs no map. Some writers keep an identity map: checked, then dropped.
         if "d2t" in names and stored.load([names["d2t"]])[names["d2t"]].any():
             raise CheckpointFormatError(

@@ -24,7 +24,6 @@ from .layouts import (
     REQUIRED,
     Field,
     Layout,
-    has_reduced_vocabulary,
     sglang_indices,
     to_hs_indices,
 )
@@ -185,7 +184,7 @@ def write_config_fields(layout: Layout, config: Eagle31Config, metadata: Mapping
         set_path(written, layout.target_model, copy.deepcopy(metadata[TARGET_MODEL]))
     values = {**config.to_dict(), "fc_norm": config.aux_norm == "per_slot"}
     values["norm_before_fc"] = config.aux_norm == "concatenated"
-    if not config.own_lm_head and not has_reduced_vocabulary(config):
+    if not config.own_lm_head and not config.has_reduced_vocabulary:
         values["draft_vocab_size"] = None  # by which SGLang takes the target's head
     for row in layout.fields:
         set_path(written, row.stored, values[row.name])

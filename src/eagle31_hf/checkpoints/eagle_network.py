@@ -287,7 +287,7 @@ class Eagle31Network(PreTrainedModel):
         self.norm: nn.Module = nn.RMSNorm(width, eps=eps)  # last: quantisers leave the last module alone
 
     def _build_draft_head(self, config: Eagle31Config) -> None:
-        if config.draft_vocab_size < config.vocab_size:
+        if config.has_reduced_vocabulary:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.lm_head = (
             nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.own_lm_head else None

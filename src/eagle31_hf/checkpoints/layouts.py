@@ -60,7 +60,7 @@ class Layout:
         layer_ids: `(dotted path, convention)` of the places where it names target layers.
         prefixes: pairs of canonical and stored name prefixes; everything else keeps its name.
         lacks: names of the facts (`_FACTS`) that it cannot express; `None`: it is read and not written.
-        architecture, first_layer, constants: what is written: class, prefix of the first layer, entries without news.
+        architecture, constants: what is written: class, entries without news.
         layer_config: dotted prefix of the Llama fields. target_model: dotted path of the target's name.
         needs_target: whether its loaders ask for the target's name, and read the embedding from the file alone.
         ignores_the_rest: its classes read these fields and no others: the rest of a config is the target's.
@@ -74,23 +74,11 @@ class Layout:
     prefixes: tuple[tuple[str, str], ...] = _MIDLAYER
     lacks: frozenset[str] | None = None
     architecture: str = ""
-    first_layer: str = "midlayer."
     constants: Mapping[str, Any] = field(default_factory=dict)
     layer_config: str = ""
     target_model: str = "target_model"
     needs_target: bool = False
     ignores_the_rest: bool = False
-
-
-def filled(value: int | None) -> int:
-    """A size that may be left out when `Eagle31Config` is made and is always filled in by it."""
-    assert value is not None
-    return value
-
-
-def has_reduced_vocabulary(config: Eagle31Config) -> bool:
-    """`Vd < V`: the draft head has rows for some target ids only, and a `d2t` map says which."""
-    return filled(config.draft_vocab_size) < config.vocab_size
 
 
 def _layer_fields(prefix: str = "") -> tuple[Field, ...]:
@@ -174,7 +162,6 @@ _TABLE = (
         prefixes=(),
         lacks=frozenset({"latent", "fc_bias", "widths", "shared_head", "shared_head_rows"}),
         architecture="Eagle3DraftModel",
-        first_layer="layers.0.",
         constants={
             "speculators_model_type": "eagle3",
             "speculators_config.algorithm": "eagle3",
@@ -277,11 +264,11 @@ _FACTS: dict[str, tuple[str, Callable[[Eagle31Config], bool]]] = {
     "widths": ("a target of another width (target_hidden_size)", lambda c: c.target_hidden_size != c.hidden_size),
     "shared_head": (
         "the target's whole LM head (own_lm_head=False)",
-        lambda c: not c.own_lm_head and not has_reduced_vocabulary(c),
+        lambda c: not c.own_lm_head and not c.has_reduced_vocabulary,
     ),
     "shared_head_rows": (
         "draft rows of the target's LM head (own_lm_head=False with a reduced draft vocabulary)",
-        lambda c: not c.own_lm_head and has_reduced_vocabulary(c),
+        lambda c: not c.own_lm_head and c.has_reduced_vocabulary,
     ),
 }
 _SHARED_HEADS = {"shared_head", "shared_head_rows"}
@@ -334,8 +321,8 @@ def canonical_name(layout: Layout, stored: str) -> str | None:
 
 def stored_name(layout: Layout, canonical: str) -> str:
     """The name under which `layout` stores one of our tensors."""
-    first = canonical.startswith("layers.0.")
-    return layout.first_layer + canonical.removeprefix("layers.0.") if first else canonical
+    first_layer = dict(layout.prefixes).get("layers.0.", "layers.0.")  # the others are read and not written
+    return re.sub(r"^layers\.0\.", first_layer, canonical)
 
 
 # ---------------------------------------------------------------- layer ids
@@ -366,7 +353,7 @@ FUSED_PROJECTIONS = {
 
 def expected_shapes(config: Eagle31Config) -> dict[str, tuple[int, ...]]:
     """Canonical name to shape of every tensor a drafter of this configuration has, `d2t` included."""
-    hidden, target_hidden = config.hidden_size, filled(config.target_hidden_size)
+    hidden, target_hidden = config.hidden_size, config.target_hidden_size
     fused_width = config.num_aux_hidden_states * target_hidden
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, fused_width), "norm.weight": (hidden,)}
     if config.fc_bias:
@@ -378,11 +365,11 @@ def expected_shapes(config: Eagle31Config) -> dict[str, tuple[int, ...]]:
     for layer in range(config.num_hidden_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(config, layer).items()}
     if config.own_lm_head:
-        shapes["lm_head.weight"] = (filled(config.draft_vocab_size), hidden)
+        shapes["lm_head.weight"] = (config.draft_vocab_size, hidden)
     if config.own_embedding:
         shapes["embed_tokens.weight"] = (config.vocab_size, hidden)
-    if has_reduced_vocabulary(config):
-        shapes["d2t"] = (filled(config.draft_vocab_size),)
+    if config.has_reduced_vocabulary:
+        shapes["d2t"] = (config.draft_vocab_size,)
     return shapes
 
 
@@ -401,8 +388,8 @@ def _layer_shapes(config: Eagle31Config, layer: int) -> dict[str, tuple[int, ...
 
 def _grouped_shapes(config: Eagle31Config, read: int) -> dict[str, tuple[int, ...]]:
     """Attention with query, key and value heads, reading rows `read` wide."""
-    hidden, head_dim = config.hidden_size, filled(config.head_dim)
-    query, key = config.num_attention_heads * head_dim, filled(config.num_key_value_heads) * head_dim
+    hidden, head_dim = config.hidden_size, config.head_dim
+    query, key = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     matrices = {"q": (query, read), "k": (key, read), "v": (key, read), "o": (hidden, query)}
     shapes: dict[str, tuple[int, ...]] = {f"{p}_proj.weight": shape for p, shape in matrices.items()}
     if config.attention_bias:
@@ -414,9 +401,9 @@ def _grouped_shapes(config: Eagle31Config, read: int) -> dict[str, tuple[int, ..
 
 def _latent_shapes(config: Eagle31Config, read: int) -> dict[str, tuple[int, ...]]:
     """DeepSeek's latent attention, reading rows `read` wide."""
-    heads, rank, query_rank = config.num_attention_heads, filled(config.kv_lora_rank), config.q_lora_rank
-    plain, rotated = filled(config.qk_nope_head_dim), filled(config.qk_rope_head_dim)
-    query, value = heads * (plain + rotated), filled(config.v_head_dim)
+    heads, rank, query_rank = config.num_attention_heads, config.kv_lora_rank, config.q_lora_rank
+    plain, rotated = config.qk_nope_head_dim, config.qk_rope_head_dim
+    query, value = heads * (plain + rotated), config.v_head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "kv_a_proj_with_mqa.weight": (rank + rotated, read),
         "kv_a_layernorm.weight": (rank,),

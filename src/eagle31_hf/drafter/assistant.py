@@ -24,7 +24,7 @@ DEFAULT_AT = "_eagle31_default"
 """Where a target keeps the assistant that drafts by default, so that it goes with it. A copy of the target has none."""
 
 
-class _NotCopied:
+class NotCopiedDict(dict):
     """Stays behind when what holds it is copied or pickled: the twin has an empty one."""
 
     def __deepcopy__(self, memo: dict) -> Any:
@@ -32,14 +32,6 @@ class _NotCopied:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
-
-
-class NotCopiedList(_NotCopied, list):
-    """A list that stays behind."""
-
-
-class NotCopiedDict(_NotCopied, dict):
-    """A dict that stays behind."""
 
 
 class Assistant(nn.Module):
@@ -64,8 +56,11 @@ class Assistant(nn.Module):
         self.generation_config = Eagle31GenerationConfig()
         self.memory_plan = None
         self._last_stats = LastStats()
-        # A list hides the target from nn.Module: it must not become our submodule, be saved, moved or copied with us.
-        self._bindings: list[TargetBinding] = NotCopiedList()
+        self._binding: TargetBinding | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is attached to nothing."""
+        return {**vars(self), "_binding": None}
 
     def attach(self, target: PreTrainedModel) -> Assistant:
         """Bind to `target`. Returns `self`."""
@@ -73,12 +68,13 @@ class Assistant(nn.Module):
 
     def detach(self) -> None:
         """Let go of the target: hooks removed, nothing shared any more."""
-        for binding in self._bindings:
-            default = vars(binding.model).get(DEFAULT_AT, {})
-            if default.get("assistant") is self:
-                default.clear()
-            binding.close()
-        self._bindings = NotCopiedList()
+        if self._binding is None:
+            return
+        default = vars(self._binding.model).get(DEFAULT_AT, {})
+        if default.get("assistant") is self:
+            default.clear()
+        self._binding.close()
+        self._binding = None
 
     def use_by_default(self: Self) -> Self:
         """From now on every `generate` of the target drafts, whoever calls it: a pipeline, an evaluation, a trainer.
@@ -101,12 +97,12 @@ class Assistant(nn.Module):
         self.detach()
         with binding.aside():
             probe_tree_verification(binding)
-        self._bindings = NotCopiedList([binding])
+        self._binding = binding
 
     @property
     def is_attached(self) -> bool:
         """Whether there is a target."""
-        return bool(self._bindings)
+        return self._binding is not None
 
     @property
     def binding(self) -> TargetBinding:
@@ -115,11 +111,11 @@ class Assistant(nn.Module):
         Raises:
             NotAttachedError: there is none.
         """
-        if not self._bindings:
+        if self._binding is None:
             raise NotAttachedError(
                 "this drafter is not attached to a target; call eagle.attach(target) or pass target= to from_pretrained"
             )
-        return self._bindings[0]
+        return self._binding
 
     @property
     def stats(self) -> SpeculationStats | None:

@@ -250,7 +250,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         try:
             with binding.aside():
                 require_readable_states(binding)
-            if self.lm_head is None and self._has_map:
+            if self.lm_head is None and self.config.has_reduced_vocabulary:
                 rows = self._rows_of(binding)
         except Exception:
             binding.close()
@@ -274,29 +274,24 @@ class Eagle31Drafter(Assistant, Eagle31Network):
     # --- vocabulary ----------------------------------------------------------------------------------------------
 
     @property
-    def _has_map(self) -> bool:
-        """Whether the draft head has rows for some of the ids the drafter knows only."""
-        return self.config.draft_vocab_size < self.config.vocab_size
-
-    @property
     def _knows_all(self) -> bool:
         """Whether the target, if there is one, has no more tokens than the drafter knows."""
-        return not self._bindings or self._bindings[0].vocabulary <= self.config.vocab_size
+        return self._binding is None or self._binding.vocabulary <= self.config.vocab_size
 
     @property
     def vocabulary(self) -> int:
         """Tokens that the target's scores are over, those added since the drafter was made included."""
-        return self.config.vocab_size if self._knows_all else self._bindings[0].vocabulary
+        return self.config.vocab_size if self._knows_all else self.binding.vocabulary
 
     @property
     def draft_ids(self) -> Tensor | None:
         """Target ids `(Vd,)` of the draft head's rows, or `None` when the draft vocabulary is the target's."""
-        if not self._has_map and self._knows_all:
+        if not self.config.has_reduced_vocabulary and self._knows_all:
             return None
         device = self.fc.weight.device
         if self._draft_ids is None or self._draft_ids.device != device:
             rows = torch.arange(self.config.draft_vocab_size, device=device)
-            self._draft_ids = rows + self.d2t.to(device) if self._has_map else rows
+            self._draft_ids = rows + self.d2t.to(device) if self.config.has_reduced_vocabulary else rows
         return self._draft_ids
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -141,26 +141,21 @@ class DraftSession:
             valid = [min(max(count - start, 0), end - start) for count in counts]
             if start and not any(valid):
                 break
-            cos, sin = self.rotary_ahead(end - start)
-            rotary = cos[:, : end - start], sin[:, : end - start]
+            rotary = self.rotary_ahead(end - start)
             state = (read or self.read)(tokens[:, start:end], aux[:, start:end], rotary, valid)
-            self.commit(state, (cos, sin), valid, end - start)
+            self.commit(state, valid, end - start)
 
-    def commit(
-        self, state: DraftState, rotary: tuple[Tensor, Tensor] | None, counts: Sequence[int], width: int
-    ) -> None:
+    def commit(self, state: DraftState, counts: Sequence[int], width: int) -> None:
         """Keep what was read of each row's `width` positions.
 
         Args:
             state: after each row's last position.
-            rotary: tables `(B, T, d)` from the lengths before on, if they were made.
             counts: as in `absorb`.
         """
         self.cache.commit(counts)
-        self._rotary = None
-        if rotary is not None and _may_view(counts, width):
-            cos, sin = rotary
-            self._rotary = cos[:, counts[0] :], sin[:, counts[0] :]  # at least as many depths as a new table has
+        if self._rotary is not None:
+            cos, sin = self._rotary
+            self._rotary = (cos[:, counts[0] :], sin[:, counts[0] :]) if _may_view(counts, width) else None
         self._root = self._merged(state, counts)
         if self.cache.placement.longest > self._trained_length:
             _warn_of_length(self.drafter)
@@ -213,7 +208,6 @@ class DraftSession:
     def forget_draft(self) -> None:
         """Take back what a draft has written: nothing of it was committed."""
         self.cache.rollback(self.cache.lengths)
-        self._rotary = None
 
     def _decode(
         self,
@@ -235,28 +229,17 @@ class DraftSession:
 
     def rotary_at(self, depth: int) -> tuple[Tensor, Tensor]:
         """Rotation `(B, 1, d)` of a draft depth."""
-        cos, sin = self.rotary_depths(depth + 1)
+        cos, sin = self.rotary_ahead(depth + 1)
         return cos[:, depth:], sin[:, depth:]
 
-    def rotary_depths(self, count: int) -> tuple[Tensor, Tensor]:
-        """Rotations `(B, count, d)` of the first draft depths; those of a round's next depths are made together."""
+    def rotary_ahead(self, count: int) -> tuple[Tensor, Tensor]:
+        """Rotations `(B, count, d)` of each row's next positions; more are made at once."""
         if self._rotary is None or count > self._rotary[0].shape[1]:
-            self._rotary = self._rotary_table(max(ROTARY_DEPTHS, 2 * count))
+            width = max(count, ROTARY_AHEAD if self.cache.batch_size == 1 else ROTARY_DEPTHS)
+            positions = self.cache.placement.lengths_tensor[:, None] + torch.arange(width, device=self.device)
+            self._rotary = self.drafter.rotary(positions)
         cos, sin = self._rotary
         return cos[:, :count], sin[:, :count]
-
-    def rotary_ahead(self, width: int) -> tuple[Tensor, Tensor]:
-        """Rotations of the next `width` positions: those of the last draft, if they reach so far. A single row's reach
-        over the next draft, too."""
-        goes_on = self.cache.batch_size == 1 and width <= ROTARY_DEPTHS
-        if self._rotary is not None and self._rotary[0].shape[1] >= width + ROTARY_DEPTHS * goes_on:
-            return self._rotary
-        return self._rotary_table(ROTARY_AHEAD if goes_on else width)
-
-    def _rotary_table(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Rotations `(B, num_positions, d)` of the positions that follow each row's last."""
-        positions = self.cache.placement.lengths_tensor[:, None] + torch.arange(num_positions, device=self.device)
-        return self.drafter.rotary(positions)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""

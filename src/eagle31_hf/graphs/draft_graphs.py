@@ -321,7 +321,7 @@ class CompiledDrafting:
 
     def rotary(self, count: int) -> Rotary | None:
         """Tables of the next positions for a graph that cannot make them itself."""
-        return self.inputs.fill_rotary(self.session.rotary_depths(count), count) if self._asks_length else None
+        return self.inputs.fill_rotary(self.session.rotary_ahead(count), count) if self._asks_length else None
 
     # --- whole drafts --------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from ..cache.spans import LayerKind, LayerKinds
 from ..cache.speculative import SpeculativeCache
-from ..checkpoints import filled, inspect_checkpoint, require_head, resolve_checkpoint, target_holds_head
+from ..checkpoints import inspect_checkpoint, require_head, resolve_checkpoint, target_holds_head
 from ..checkpoints.eagle_network import DrafterOutput, Eagle31Network
 from ..checkpoints.mtp import copies_head_rows, promised_head
 from ..checkpoints.mtp_network import MtpNetwork
@@ -50,8 +50,8 @@ class DrafterRun(CountedForwards):
         with torch.device("meta"):
             self.network = kind(config)
         self.network.to(device="meta", dtype=dtype)  # type: ignore[call-arg]  # tables were made where numbers are
-        self.config, self.dtype, self.draft_vocab = config, dtype, filled(config.draft_vocab_size)
-        self.aux_width = config.num_aux_hidden_states * filled(config.target_hidden_size)
+        self.config, self.dtype, self.draft_vocab = config, dtype, config.draft_vocab_size
+        self.aux_width = config.num_aux_hidden_states * config.target_hidden_size
         windows = [config.sliding_window] * config.num_hidden_layers
         super().__init__(kind.__name__, windows, [self._run_over_our_cache])
 
