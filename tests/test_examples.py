@@ -123,7 +123,7 @@ def test_home_lab_plans_fit_and_are_what_is_served(script: Path) -> None:
     assert (served["quantization"] == "4bit") == (planned["quantization"] == "4bit")
     name = defaults["TARGET"].rpartition("/")[2].removesuffix("-Instruct").replace("-", " ")
     plan = plan_memory(
-        known_targets()[name].config,
+        known_targets()[name],
         quantization=planned["quantization"],
         card=one_card(planned["card"]),
         context=planned["context"],

@@ -106,7 +106,7 @@ def test_a_place_that_is_not_in_the_record_is_named(records, place):
 
 def plan_of(target: str, card: str, scheme: str, cache_type: str = "full") -> MemoryPlan:
     how = {"context": 2048, "draft_tokens": 6, "prefill_chunk": 1024, "cache_type": cache_type}
-    return plan_memory(known_targets()[target].config, quantization=scheme, card=card, **how)
+    return plan_memory(known_targets()[target], quantization=scheme, card=card, **how)
 
 
 @pytest.mark.slow

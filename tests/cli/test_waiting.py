@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import time
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
+from command_line import TARGET, error_of
 from rich.console import Console
 
-from eagle31_hf.cli import progress
+from eagle31_hf.cli import plan, progress
+from eagle31_hf.errors import MemoryPlanError
 
 
 def test_a_long_wait_leaves_a_line_and_a_short_one_none(
@@ -51,3 +55,20 @@ def test_a_terminal_gets_a_bar() -> None:
     with progress.progress_bar(out) as advance:
         advance("measuring", 2, 4)
     assert "2 of 4" in out.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("target", "waits_for"),
+    [
+        ("owner/name", "asking the Hub for owner/name, then planning"),
+        (TARGET, "planning"),
+        ("llama 3.1 8b", "planning"),
+    ],
+)
+def test_a_plan_says_that_the_hub_is_asked(target: str, waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub tries for half a minute where there is no network."""
+    told: list[str] = []
+    monkeypatch.setattr(plan, "waiting_for", lambda what: told.append(what) or nullcontext())
+    monkeypatch.setattr(plan, "plan_memory", mock.Mock(side_effect=MemoryPlanError("not now")))
+    assert error_of("plan", target) == "error: not now"
+    assert told == [waits_for]

@@ -8,7 +8,7 @@ import pytest
 import transformers as hf
 
 from eagle31_hf import Eagle31Drafter, plan_memory
-from eagle31_hf.memory.drafter_facts import drafter_facts
+from eagle31_hf.memory.drafter_facts import DrafterFacts
 from eagle31_hf.memory.weights import SCHEMES
 from helpers import SIZES, assert_same_text, left_padded, random_drafter, random_prompts, random_target
 
@@ -39,7 +39,7 @@ def test_greedy_text_is_the_targets(pair, way):
 
 def test_a_plan_counts_what_is_loaded(pair):
     target, drafter = pair
-    facts = drafter_facts(drafter.config, SCHEMES["fp32"].torch_dtype)
+    facts = DrafterFacts(drafter.config, SCHEMES["fp32"].torch_dtype)
     counted = facts.weight_bytes(SCHEMES["fp32"]) + facts.head_bytes(SCHEMES["fp32"]) - facts.fixed_bytes
     assert counted == sum(parameter.nbytes for parameter in drafter.parameters())
     assert plan_memory(target.config, card="RTX 4090", drafter=drafter, context=64)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from eagle31_hf import Eagle31Drafter, plan_memory
 from eagle31_hf.drafter.packed_linear import FourBitLinear, Int8Linear, PackedLinear
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.memory.drafter_facts import drafter_facts
+from eagle31_hf.memory.drafter_facts import DrafterFacts
 from eagle31_hf.memory.weights import SCHEMES, storage_bytes
 from helpers import (
     DEMO_DRAFTER,
@@ -78,7 +78,7 @@ def test_planned_drafter_bytes_are_the_storages(drafters: Path, name: str, packi
         for rows in drafter._head_rows
     )
     precision = SCHEMES[f"bnb-{packing}"].__class__(**{**vars(SCHEMES[f"bnb-{packing}"]), "dtype": dtype})
-    facts = drafter_facts(drafter.config, precision.torch_dtype)
+    facts = DrafterFacts(drafter.config, precision.torch_dtype)
     assert facts.weight_bytes(precision) + facts.head_bytes(precision) == held
 
 

@@ -48,7 +48,7 @@ def test_weights_and_cache_are_those_of_the_loaded_head(pair) -> None:
     width = target.config.hidden_size
     session.absorb(torch.arange(9)[None], torch.randn(1, 9, width), [9])
     kept = sum(layer.num_bytes for layer in session.cache.attending)
-    assert facts.run.count(9, 64, capacity=64, block=session.cache.block).cache == kept > 0
+    assert facts.count(9, 64, capacity=64, block=session.cache.block).cache == kept > 0
 
 
 PACKINGS = {
@@ -78,7 +78,7 @@ def test_draft_rows_cost_what_is_copied_of_them(tmp_path: Path) -> None:
         for given in (tmp_path / name, drafter):
             facts = facts_of(given, target)
             assert facts.head_bytes(FP32) == copied
-            assert facts.run.draft_vocab == 40
+            assert facts.draft_vocab == 40
 
 
 def test_a_plan_takes_the_head_inside_the_target(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_targets_known_by_name_have_their_familys_head(name: str, parameters: in
     assert plan.drafter is not None
     assert "MTP head" in plan.drafter.name
     assert plan.drafter.weight_bytes(SCHEMES["bf16"]) == pytest.approx(2 * parameters, rel=0.001)
-    assert plan.drafter.run.count(8, 1000, capacity=1000, block=8).cache == 1000 * cached * 2
+    assert plan.drafter.count(8, 1000, capacity=1000, block=8).cache == 1000 * cached * 2
     assert plan_memory(name, drafter="mtp", card="RTX 4090", context=64).drafter.name == plan.drafter.name
 
 

@@ -150,7 +150,7 @@ def predicted_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
 @pytest.mark.parametrize(("name", "run"), [*COMBINATIONS, *PACKED_RUNS, *GROWING], ids=str)
 @pytest.mark.thorough(every=9)
 def test_target_peaks_match_a_trace(name: str, run: Run) -> None:
-    known = OTHERS.get(name) or known_targets()[name].config
+    known = OTHERS.get(name) or known_targets()[name]
     fields = {key: value for key, value in known.to_dict().items() if key != "layer_types"}
     config = type(known)(**{**fields, "num_hidden_layers": run.num_layers or NUM_LAYERS.get(name, 4)})
     predicted = predicted_target(config, run)

@@ -108,6 +108,13 @@ def folder_meant(name: str) -> str:
     return f"; did you mean {path.with_name(close[0])}?" if close else ""
 
 
+def missing_folder(name: str | os.PathLike[str]) -> str:
+    """One line for the path of a target that is not there; empty for what is, and for what may be a Hub id."""
+    if Path(name).exists() or can_be_hub_id(str(name)):
+        return ""
+    return f"no target at {str(name)!r}: no such folder{folder_meant(str(name)) or '; check the path'}"
+
+
 def _repository(name: str) -> tuple[str, str]:
     """The id of a repository, and the folder in it, empty if it is not one of `owner/name/folder`."""
     parts = name.split("/")

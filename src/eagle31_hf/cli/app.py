@@ -130,7 +130,11 @@ def _end_with_line(error: Exception, words: Sequence[str], command: Any = None) 
     line = error.format_message().strip().rstrip(".")
     wrong = next((each for each in getattr(getattr(error, "param", None), "opts", ()) if each in values), None)
     if wrong is not None:
-        why = getattr(error, "message", line).removeprefix("Value error, ").rstrip(".")  # of pydantic, which typer asks
+        # typer asks pydantic: "Value error, ...", "Input should be a valid number, unable to parse string as a number".
+        why = getattr(error, "message", line).removeprefix("Value error, ").rstrip(".")
+        if why.startswith(prefix := "Input should be "):
+            wanted = why.removeprefix(prefix).partition(",")[0]
+            why = f"wanted {'a number ' * wanted.startswith(('greater', 'less'))}{wanted}"
         line = f"got {wrong} {values[wrong]}: {why}"
     advice = f"see eagle31 {name}--help"
     if line.endswith("(bit)"):

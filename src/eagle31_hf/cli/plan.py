@@ -14,6 +14,7 @@ from rich.table import Table
 from ..errors import ConfigurationError
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import one_card
+from ..memory.known_targets import find_known_target
 from ..memory.plan import LEDGER_COLUMNS, decision_rows, ledger_rows, part_rows
 from .options import JsonOption, command, make_console, option, token_count, write_json
 from .progress import waiting_for
@@ -76,7 +77,9 @@ def plan(
     json_path: JsonOption = None,
 ) -> None:
     """Plan a run's memory from configurations alone. Exit code 1 if it does not fit."""
-    with waiting_for("planning"):  # of a model known by name, transformers makes the configuration
+    is_here = Path(target).exists() or find_known_target(target) is not None
+    # Without a network huggingface_hub tries for half a minute.
+    with waiting_for("planning" if is_here else f"asking the Hub for {target}, then planning"):
         made = options.plan(target)
     write_json(json_path, made.to_dict())  # before a picture can fail
     console = make_console()

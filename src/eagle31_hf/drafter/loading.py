@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from ..checkpoints.files import refuse_drafter_as_target
-from ..checkpoints.hub import can_be_hub_id, folder_meant, target_class
+from ..checkpoints.hub import folder_meant, missing_folder, target_class
 from ..errors import CheckpointNotFoundError, IncompatibleTargetError, first_line
 from ..targets.devices import SHORT_NAMES, quick_dtype
 
@@ -125,9 +125,8 @@ def _precision(config: Any, dtype: str, device_map: Any, packed: bool) -> torch.
 def _why_not_found(name: str, error: OSError) -> str:
     if os.path.isdir(name):
         return f"the folder {name!r} holds no complete target (config.json, weights, tokenizer): {first_line(error)}"
-    if not can_be_hub_id(name):
-        meant = folder_meant(name) or "; check the path"
-        return f"no target at {name!r}: no such folder, and it cannot be a Hub id ('owner/name'){meant}"
+    if missing := missing_folder(name):
+        return missing
     return (
         f"no target at {name!r}: no such folder, and the Hub did not give it ({first_line(error)}); check the "
         f"spelling, your access and the network, or pass a local folder{folder_meant(name)}"

@@ -174,14 +174,12 @@ def find_card(card: str | int | Card | None) -> Card:
     if chips:
         return min(chips, key=lambda entry: entry.total_bytes)
     one_card(_several(card))
-    close = difflib.get_close_matches(_key(card), by_key, n=3, cutoff=0.55)
-    names = (
-        f"did you mean {' or '.join(by_key[key].name for key in close)}?" if close else f"known: {', '.join(CARDS)}."
-    )
-    raise MemoryPlanError(
-        f"got card {card!r}, which is not in the table; {names} Or give its memory, e.g. '24GiB', or 'this machine' "
-        "to measure it"
-    )
+    near = [by_key[key].name for key in difflib.get_close_matches(_key(card), by_key, n=3, cutoff=0.55)]
+    if card.strip().isdecimal():  # a size without its unit
+        of_that_size = [each.name for each in CARDS.values() if round(each.total_bytes / GIB) == int(card)]
+        near = [f"{card.strip()}GB", *of_that_size[:3]]
+    names = f"did you mean {' or '.join(near)}?" if near else "names are RTX 4090, H100, M3 Max and the like."
+    raise MemoryPlanError(f"got card {card!r}, which is not known; {names} Or give its memory, e.g. '24GiB'")
 
 
 def _card_of_size(num_bytes: int, name: str) -> Card:

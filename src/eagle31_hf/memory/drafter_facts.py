@@ -1,15 +1,13 @@
-"""What a memory plan must know of a drafter: its matrices and sizes, from its configuration alone."""
+"""What a memory plan must know of a drafter: its matrices, and what its forwards take, from its configuration alone."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from ..cache.spans import LayerKind, LayerKinds
 from ..cache.speculative import SpeculativeCache
@@ -21,7 +19,7 @@ from ..config import Eagle31Config, MtpConfig
 from ..errors import MemoryPlanError
 from ..targets.fresh_drafter import default_config
 from .dry_run import Count, CountedForwards, Forward, ForwardBytes, FusedKernels, StorageCounter, read_before
-from .target_facts import TargetFacts, load_config
+from .target_facts import TargetFacts
 from .weights import Quantization
 
 # A fresh or unknown drafter is planned with the draft vocabulary most published ones have.
@@ -31,29 +29,52 @@ OWN_HEAD = "mtp"
 """As a drafter: the multi-token-prediction head inside the target."""
 
 
-class DrafterRun(CountedForwards):
-    """A drafter's network, to be run without memory.
+class DrafterFacts(CountedForwards):
+    """A drafter's share of a plan: its matrices, and its network, to be run without memory.
 
     Its forwards read hidden states of the target, which stay alive throughout, and give the last token's logits. Those
     that verify are draft steps instead: they read what was fed back, and all logits are ranked.
 
     Args:
         dtype: it computes in.
+        copies_rows: whether a head inside a target drafts from rows of its LM head that have to be copied.
 
     Attributes:
         aux_width: `A * Ht`, what it reads of the target per position.
         draft_vocab: `Vd`.
+        linears: `(N, K)` of the matrices a quantiser may pack, layer by layer.
+        head: `(Vd, H)` draft head, its own or gathered from the target's; `None` if the target's whole head is shared.
+        plain_elements: `fc`, norms, biases, experts and an embedding of its own: never packed.
+        fixed_bytes: vocabulary map and rotary tables.
     """
 
-    def __init__(self, config: Eagle31Config, dtype: torch.dtype):
+    def __init__(self, config: Eagle31Config, dtype: torch.dtype, *, copies_rows: bool = False):
         kind = MtpNetwork if isinstance(config, MtpConfig) else Eagle31Network
         with torch.device("meta"):
             self.network = kind(config)
         self.network.to(device="meta", dtype=dtype)  # type: ignore[call-arg]  # tables were made where numbers are
         self.config, self.dtype, self.draft_vocab = config, dtype, config.draft_vocab_size
         self.aux_width = config.num_aux_hidden_states * config.target_hidden_size
+        self.name = config.name_or_path or "one layer shaped like the target's"
+        has_rows = config.own_lm_head or self.draft_vocab < config.vocab_size
+        if isinstance(config, MtpConfig):
+            self.name, has_rows = f"the target's MTP head ({config.family})", copies_rows
+        self.head = (self.draft_vocab, config.hidden_size) if has_rows else None
+        packable = self.network.packable()
+        self.linears = tuple(size for matrix, size in packable.items() if matrix != "lm_head")
+        elements = sum(parameter.numel() for parameter in self.network.parameters())
+        self.plain_elements = elements - sum(map(math.prod, packable.values()))
+        self.fixed_bytes = sum(buffer.nbytes for buffer in self.network.buffers())
         windows = [config.sliding_window] * config.num_hidden_layers
         super().__init__(kind.__name__, windows, [self._run_over_our_cache])
+
+    def weight_bytes(self, precision: Quantization) -> int:
+        """Bytes of the layers, `fc`, norms and embedding; the head is a term of its own."""
+        packed = sum(_matrix_bytes(precision, matrix) for matrix in self.linears)
+        return packed + self.plain_elements * precision.dtype_bytes + self.fixed_bytes
+
+    def head_bytes(self, precision: Quantization) -> int:
+        return _matrix_bytes(precision, self.head) if self.head else 0
 
     def _run_over_our_cache(self, forward: Forward) -> Count:
         with torch.no_grad(), StorageCounter() as counter, FusedKernels():
@@ -78,37 +99,11 @@ class DrafterRun(CountedForwards):
         return logits.float().log_softmax(-1) if steps else logits
 
     def _decode(self, cache: SpeculativeCache, states: Tensor, *, steps: bool) -> DrafterOutput:
+        """Apart from `_read`: what it makes is let go before there are logits."""
         mask: Any = cache.attention_mask(dtype=self.dtype)
         hidden = states if steps else self.network.fuse_aux(states)
         embedded = states.new_empty(*states.shape[:2], self.config.hidden_size)
         return self.network.decode(embedded, hidden, self.network.rotary(cache.position_ids()), mask, cache)
-
-
-@dataclass(frozen=True)
-class DrafterFacts:
-    """A drafter's share of a plan. `linears` are `(N, K)` of the matrices a quantiser may pack, layer by layer.
-
-    Attributes:
-        run: counts what a forward of it takes.
-        head: `(Vd, H)` draft head, its own or gathered from the target's; `None` if the target's whole head is shared.
-        plain_elements: `fc`, norms, biases, experts and an embedding of its own: never packed.
-        fixed_bytes: vocabulary map and rotary tables.
-    """
-
-    name: str
-    run: DrafterRun
-    linears: tuple[tuple[int, int], ...]
-    head: tuple[int, int] | None
-    plain_elements: int
-    fixed_bytes: int
-
-    def weight_bytes(self, precision: Quantization) -> int:
-        """Bytes of the layers, `fc`, norms and embedding; the head is a term of its own."""
-        packed = sum(_matrix_bytes(precision, matrix) for matrix in self.linears)
-        return packed + self.plain_elements * precision.dtype_bytes + self.fixed_bytes
-
-    def head_bytes(self, precision: Quantization) -> int:
-        return _matrix_bytes(precision, self.head) if self.head else 0
 
 
 def _matrix_bytes(precision: Quantization, matrix: tuple[int, int]) -> int:
@@ -132,10 +127,10 @@ def read_drafter(drafter: Any, target: TargetFacts) -> DrafterFacts:
             f"{target.name} has {target.hidden_size} and {target.vocab_size}; plan with a drafter made for it"
         )
     copies_rows = isinstance(config, MtpConfig) and _copies_head_rows(drafter)
-    return drafter_facts(config, target.quantization.torch_dtype, copies_rows=copies_rows)
+    return DrafterFacts(config, target.quantization.torch_dtype, copies_rows=copies_rows)
 
 
-def drafter_to_plan(drafter: Any, target: Any) -> Any:
+def drafter_to_plan(drafter: Any, target: Any, facts: TargetFacts) -> Any:
     """The drafter, or where none is named or `OWN_HEAD` is, the head inside a target that is given by folder, Hub id or
     name; `None`: there is none, and none was asked for.
 
@@ -152,13 +147,12 @@ def drafter_to_plan(drafter: Any, target: Any) -> Any:
         return target if target_holds_head(target) else None
     if not is_named and not is_asked:
         return None
-    # Of the Hub the configuration alone is asked: no weights are fetched for a plan.
-    config = load_config(target) if is_named else getattr(target, "config", target)
-    head = promised_head(config) if isinstance(config, PreTrainedConfig) else None
+    # Of the Hub the configuration alone was asked: no weights are fetched for a plan.
+    head = promised_head(facts.forward.model.config)
     if head is None and is_asked:
         raise MemoryPlanError(
-            f"got drafter 'mtp', but the configuration of {target if is_named else type(target).__name__} says of no "
-            "MTP head that can be read; name a drafter, or none"
+            f"got drafter 'mtp', but the configuration of {facts.name} says of no MTP head that can be read; name a "
+            "drafter, or none"
         )
     return head
 
@@ -183,25 +177,4 @@ def _drafter_config(drafter: Any, target: TargetFacts) -> Eagle31Config:
     raise MemoryPlanError(
         f"got a {type(drafter).__name__} as drafter; wanted a folder, a Hub id, an Eagle31Config, a drafter, or None "
         "for one shaped like the target"
-    )
-
-
-def drafter_facts(config: Eagle31Config, dtype: torch.dtype, *, copies_rows: bool = False) -> DrafterFacts:
-    """Facts of a drafter of this configuration that computes in `dtype`.
-
-    Args:
-        copies_rows: whether a head inside a target drafts from rows of its LM head that have to be copied.
-    """
-    run, is_head = DrafterRun(config, dtype), isinstance(config, MtpConfig)
-    packable = run.network.packable()
-    elements = sum(parameter.numel() for parameter in run.network.parameters())
-    name = f"the target's MTP head ({config.family})" if isinstance(config, MtpConfig) else config.name_or_path
-    has_rows = copies_rows if is_head else config.own_lm_head or run.draft_vocab < config.vocab_size
-    return DrafterFacts(
-        name=name or "one layer shaped like the target's",
-        run=run,
-        linears=tuple(size for matrix, size in packable.items() if matrix != "lm_head"),
-        head=(run.draft_vocab, config.hidden_size) if has_rows else None,
-        plain_elements=elements - sum(map(math.prod, packable.values())),
-        fixed_bytes=sum(buffer.nbytes for buffer in run.network.buffers()),
     )

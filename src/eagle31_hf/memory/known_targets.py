@@ -1,14 +1,12 @@
 """Shapes of targets people run at home, so that plans and tables can be made without a network.
 
-Sizes are those of each model's published `config.json`; parameter totals those of its safetensors index, of Qwen3.5 and
-3.6 those of GGUF files of the decoder alone.
+Sizes are those of each model's published `config.json`.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
 
 from transformers import (
     Gemma3TextConfig,
@@ -28,17 +26,9 @@ NEMOTRON_3_NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "E": "moe"}
 
 
-@dataclass(frozen=True)
-class KnownTarget:
-    """A model's configuration and its published number of parameters."""
-
-    config: PreTrainedConfig
-    num_parameters: int
-
-
 def _target(
-    kind: type[PreTrainedConfig], sizes: tuple[int, int, int, int, int, int], positions: int, total: int, **more: object
-) -> KnownTarget:
+    kind: type[PreTrainedConfig], sizes: tuple[int, int, int, int, int, int], positions: int, **more: object
+) -> PreTrainedConfig:
     """`sizes`: hidden, intermediate, layers, query heads, key-value heads, vocabulary."""
     hidden, intermediate, layers, heads, kv_heads, vocabulary = sizes
     fields = {
@@ -52,59 +42,46 @@ def _target(
         "tie_word_embeddings": False,
         **more,
     }
-    return KnownTarget(kind(**fields), total)  # type: ignore[arg-type]
+    return kind(**fields)  # type: ignore[arg-type]
 
 
-def known_targets() -> dict[str, KnownTarget]:
+def known_targets() -> dict[str, PreTrainedConfig]:
     """By the name people call them; decoders alone, without vision towers. Where `mtp_num_hidden_layers` is set, their
-    checkpoints hold a head for further tokens (MTP), which `num_parameters` leaves out."""
+    checkpoints hold a head for further tokens (MTP)."""
     return {
-        "Llama 3.1 8B": _target(LlamaConfig, (4096, 14336, 32, 32, 8, 128256), 131072, 8_030_261_248),
-        "Llama 3.1 70B": _target(LlamaConfig, (8192, 28672, 80, 64, 8, 128256), 131072, 70_553_706_496),
-        "Qwen2.5 7B": _target(Qwen2Config, (3584, 18944, 28, 28, 4, 152064), 32768, 7_615_616_512),
-        "Qwen2.5 14B": _target(Qwen2Config, (5120, 13824, 48, 40, 8, 152064), 32768, 14_770_033_664),
-        "Qwen2.5 32B": _target(Qwen2Config, (5120, 27648, 64, 40, 8, 152064), 32768, 32_763_876_352),
-        "Qwen2.5 72B": _target(Qwen2Config, (8192, 29568, 80, 64, 8, 152064), 32768, 72_706_203_648),
-        "Qwen3 8B": _target(Qwen3Config, (4096, 12288, 36, 32, 8, 151936), 40960, 8_190_735_360, head_dim=128),
-        "Qwen3 32B": _target(Qwen3Config, (5120, 25600, 64, 64, 8, 151936), 40960, 32_762_123_264, head_dim=128),
-        "Mistral 7B v0.3": _target(
-            MistralConfig, (4096, 14336, 32, 32, 8, 32768), 32768, 7_248_023_552, sliding_window=None
-        ),
-        "Mixtral 8x7B": _target(MixtralConfig, (4096, 14336, 32, 32, 8, 32000), 32768, 46_702_792_704),
+        "Llama 3.1 8B": _target(LlamaConfig, (4096, 14336, 32, 32, 8, 128256), 131072),
+        "Llama 3.1 70B": _target(LlamaConfig, (8192, 28672, 80, 64, 8, 128256), 131072),
+        "Qwen2.5 7B": _target(Qwen2Config, (3584, 18944, 28, 28, 4, 152064), 32768),
+        "Qwen2.5 14B": _target(Qwen2Config, (5120, 13824, 48, 40, 8, 152064), 32768),
+        "Qwen2.5 32B": _target(Qwen2Config, (5120, 27648, 64, 40, 8, 152064), 32768),
+        "Qwen2.5 72B": _target(Qwen2Config, (8192, 29568, 80, 64, 8, 152064), 32768),
+        "Qwen3 8B": _target(Qwen3Config, (4096, 12288, 36, 32, 8, 151936), 40960, head_dim=128),
+        "Qwen3 32B": _target(Qwen3Config, (5120, 25600, 64, 64, 8, 151936), 40960, head_dim=128),
+        "Mistral 7B v0.3": _target(MistralConfig, (4096, 14336, 32, 32, 8, 32768), 32768, sliding_window=None),
+        "Mixtral 8x7B": _target(MixtralConfig, (4096, 14336, 32, 32, 8, 32000), 32768),
         "gpt-oss 20B": _target(
-            GptOssConfig, (2880, 2880, 24, 64, 8, 201088), 131072, 20_914_757_184, head_dim=64, num_local_experts=32
+            GptOssConfig, (2880, 2880, 24, 64, 8, 201088), 131072, head_dim=64, num_local_experts=32
         ),
         "Gemma 3 27B": _target(
-            Gemma3TextConfig,
-            (5376, 21504, 62, 32, 16, 262208),
-            131072,
-            27_009_346_304,
-            head_dim=128,
-            sliding_window=1024,
+            Gemma3TextConfig, (5376, 21504, 62, 32, 16, 262208), 131072, head_dim=128, sliding_window=1024,
             tie_word_embeddings=True,
         ),
-        **_hybrid_targets(),
-    }
-
-
-def _hybrid_targets() -> dict[str, KnownTarget]:
-    """Those of which most layers keep a recurrent state instead of keys and values."""
-    return {
+        # Most layers of these keep a recurrent state instead of keys and values.
         "Qwen3.5 9B": _target(
-            Qwen3_5TextConfig, (4096, 12288, 32, 16, 4, 248320), 262144, 8_953_803_264, head_dim=256,
-            linear_num_value_heads=32, mtp_num_hidden_layers=1,
+            Qwen3_5TextConfig, (4096, 12288, 32, 16, 4, 248320), 262144, head_dim=256, linear_num_value_heads=32,
+            mtp_num_hidden_layers=1,
         ),
         "Qwen3.6 27B": _target(
-            Qwen3_5TextConfig, (5120, 17408, 64, 24, 4, 248320), 262144, 26_895_998_464, head_dim=256,
-            linear_num_value_heads=48, mtp_num_hidden_layers=1,
+            Qwen3_5TextConfig, (5120, 17408, 64, 24, 4, 248320), 262144, head_dim=256, linear_num_value_heads=48,
+            mtp_num_hidden_layers=1,
         ),
         "Qwen3.6 35B-A3B": _target(
-            Qwen3_5MoeTextConfig, (2048, 512, 40, 16, 2, 248320), 262144, 34_660_610_688, head_dim=256,
-            linear_num_value_heads=32, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
-            shared_expert_intermediate_size=512, mtp_num_hidden_layers=1,
+            Qwen3_5MoeTextConfig, (2048, 512, 40, 16, 2, 248320), 262144, head_dim=256, linear_num_value_heads=32,
+            num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+            mtp_num_hidden_layers=1,
         ),
         "Nemotron 3 Nano 30B-A3B": _target(
-            NemotronHConfig, (2688, 1856, 52, 32, 2, 131072), 262144, 31_577_937_344, head_dim=128, mamba_num_heads=64,
+            NemotronHConfig, (2688, 1856, 52, 32, 2, 131072), 262144, head_dim=128, mamba_num_heads=64,
             mamba_head_dim=64, ssm_state_size=128, n_groups=8, n_routed_experts=128, num_experts_per_tok=6,
             moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
             layers_block_type=[_BLOCKS[block] for block in NEMOTRON_3_NANO],
@@ -112,7 +89,7 @@ def _hybrid_targets() -> dict[str, KnownTarget]:
     }  # fmt: skip
 
 
-def find_known_target(name: str) -> KnownTarget | None:
+def find_known_target(name: str) -> PreTrainedConfig | None:
     """The target people call so (`"Llama 3.1 8B"`, `"llama-3.1-8b"`), or `None`. Hub ids have an owner and are none."""
     by_key = {_key(known): target for known, target in known_targets().items()}
     return None if "/" in name else by_key.get(_key(name))

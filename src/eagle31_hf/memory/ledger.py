@@ -24,7 +24,7 @@ from .cards import MIB, Card
 from .drafter_facts import DrafterFacts
 from .dry_run import ForwardBytes
 from .target_facts import TargetFacts
-from .weights import Quantization, scheme
+from .weights import FORMULAS, Quantization, scheme
 
 LOAD, PREFILL, DRAFTER_PREFILL = "load", "prefill chunk", "drafter prefill"
 VERIFY, ACCEPT, UPDATE, DRAFT = "verify", "accept", "drafter update", "draft"
@@ -145,7 +145,7 @@ class _Ledger:
         self.kept = KEPT if self.captured else RUNNING
         self.prefill = self._forward(self.chunk, settings.context)
         self.verify = self._forward(self.nodes, settings.cache_capacity, verifies=True, grows=False)
-        read = drafter.run.aux_width if drafter is not None and settings.speculates else 0
+        read = drafter.aux_width if drafter is not None and settings.speculates else 0
         self.tapped = read * target.quantization.dtype_bytes
 
     def terms(self) -> tuple[LedgerTerm, ...]:
@@ -183,7 +183,7 @@ class _Ledger:
         plain = "storages of the loaded model" if target.loaded else f"elements * {packing.dtype_bytes}"
         on_the_fly = weights.largest_tensor if not target.loaded and packing.method in _PACKED_WHILE_LOADING else 0
         return [
-            LedgerTerm(f"target weights, {packing.name}", weights.packed, packing.rules.formula, MOMENTS),
+            LedgerTerm(f"target weights, {packing.name}", weights.packed, FORMULAS[packing.method], MOMENTS),
             LedgerTerm("target experts, not packed", weights.experts, f"elements * {packing.dtype_bytes}", MOMENTS),
             LedgerTerm("target weights, not packed", weights.plain, plain, MOMENTS),
             LedgerTerm("one tensor before packing", on_the_fly, f"n * {packing.dtype_bytes}", (LOAD,)),
@@ -241,9 +241,9 @@ class _Ledger:
     def _drafter(self, drafter: DrafterFacts) -> list[LedgerTerm]:
         settings, chunk = self.settings, self.chunk
         precision = drafter_quantization(self.target, settings.drafter_precision)
-        matrices = f"matrices: {precision.rules.formula}; fc, norms, embedding: elements * {precision.dtype_bytes}"
+        matrices = f"matrices: {FORMULAS[precision.method]}; fc, norms, embedding: elements * {precision.dtype_bytes}"
         kept = self._kept_slots(settings.drafter_capacity, settings.shape.drafter_block(chunk))
-        held = drafter.run.count(settings.shape.draft_block, batch=self.batch, grows=False, **kept)
+        held = drafter.count(settings.shape.draft_block, batch=self.batch, grows=False, **kept)
         return [
             LedgerTerm(f"drafter weights, {precision.name}", drafter.weight_bytes(precision), matrices, MOMENTS),
             LedgerTerm(f"draft head, {precision.name}", drafter.head_bytes(precision), "Vd rows of H", MOMENTS),
@@ -269,7 +269,7 @@ class _Ledger:
         self, drafter: DrafterFacts, tokens: int, slots: int, *, verifies: bool = False, grows: bool = False
     ) -> int:
         sizes: dict[str, Any] = {"capacity": self.settings.drafter_capacity, "block": self.chunk, "batch": self.batch}
-        return drafter.run.count(tokens, slots, verifies=verifies, grows=grows, **sizes).activations
+        return drafter.count(tokens, slots, verifies=verifies, grows=grows, **sizes).activations
 
     def _drafter_workspaces(self, drafter: DrafterFacts, precision: Quantization) -> list[LedgerTerm]:
         """What a product with a packed matrix takes. The head sees the last token of a prompt or of a round only."""
@@ -331,8 +331,8 @@ class _Ledger:
     def _drafted(self, drafter: DrafterFacts) -> int:
         """What a step that ends with a draft gives: logits and state to go on from, and logits to be checked by."""
         logits = 1 + self.settings.shape.top_k
-        width = drafter.run.config.hidden_size
-        return self.batch * (width + logits * drafter.run.draft_vocab) * drafter.run.dtype.itemsize
+        width = drafter.config.hidden_size
+        return self.batch * (width + logits * drafter.draft_vocab) * drafter.dtype.itemsize
 
 
 HOPPER = (9, 0)

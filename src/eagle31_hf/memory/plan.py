@@ -164,7 +164,7 @@ class MemoryPlan:
         return {
             "target": {name: getattr(target, name) for name in named}
             | {"quantization": asdict(target.quantization), "weights": asdict(target.weights)},
-            "drafter": None if drafter is None else {"name": drafter.name, "draft_vocab": drafter.run.draft_vocab},
+            "drafter": None if drafter is None else {"name": drafter.name, "draft_vocab": drafter.draft_vocab},
             "card": asdict(self.card),
             "settings": asdict(self.settings),
             "margin_bytes": self.margin_bytes,

@@ -112,7 +112,7 @@ def plan_memory(
                            f"{_gib(packed.weights.total)} become {_gib(facts.weights.total)}")  # fmt: skip
     request = _Request(
         target=facts,
-        drafter=None if draft_tokens == 0 else read_drafter(drafter_to_plan(drafter, target), facts),
+        drafter=None if draft_tokens == 0 else read_drafter(drafter_to_plan(drafter, target, facts), facts),
         card=found_card,
         margin_bytes=_checked_margin(margin, found_card),
         asked={name: value for name, value in asked.items() if value is not None},
@@ -184,7 +184,7 @@ def _unpacked_reason(packing: Quantization, card: Card) -> str | None:
 
 def _warnings(target: TargetFacts, card: Card, context: int) -> list[str]:
     packing, weights, found = target.quantization, target.weights, []
-    if weights.experts and packing.rules.packs_linears and not packing.rules.packs_experts:
+    if weights.experts and packing.packs_linears and not packing.packs_experts:
         found.append(
             f"{packing.name} packs linear layers only: the experts stay {packing.dtype} and take "
             f"{_gib(weights.experts)} of {_gib(weights.total)}; use a checkpoint whose format packs experts "

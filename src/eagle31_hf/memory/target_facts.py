@@ -11,11 +11,11 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints.files import refuse_drafter_as_target
-from ..checkpoints.hub import can_be_hub_id
+from ..checkpoints.hub import can_be_hub_id, missing_folder
 from ..errors import MemoryPlanError, first_line
 from ..targets.fresh_drafter import trained_context
 from .dry_run import DryRun, dry_run_of
-from .known_targets import close_names, find_known_target, known_targets
+from .known_targets import close_names, find_known_target
 from .weights import (
     AS_STORED,
     DTYPES,
@@ -123,18 +123,6 @@ def _facts(name: str, config: PreTrainedConfig, packing: Quantization, attention
     return TargetFacts(name, packing, count_weights(forward.model, packing), forward)
 
 
-def _why_no_config(target: str, error: Exception) -> str:
-    is_nowhere = not Path(target).exists() and not can_be_hub_id(target)
-    first_sentence = " ".join(str(error).split()).partition(". ")[0]
-    why = "no such folder, and no possible Hub id" if is_nowhere else first_sentence[:160]
-    close = close_names(target)
-    known = f"did you mean {' or '.join(close)}?" if close else f"or one of {', '.join(known_targets())}"
-    return (
-        f"got target {target!r}, whose config cannot be read ({why}); wanted a folder with config.json, the id of a "
-        f"model on the Hub that transformers knows without remote code; {known}"
-    )
-
-
 def load_config(target: Any) -> PreTrainedConfig:
     """The configuration of a Hub id, a folder or a name of `known_targets`.
 
@@ -145,16 +133,24 @@ def load_config(target: Any) -> PreTrainedConfig:
         raise MemoryPlanError(
             f"got a {type(target).__name__} as target; wanted a Hub id, a folder, a config or a model"
         )
-    known = None if Path(target).exists() else find_known_target(str(target))
-    if known is not None:
-        return known.config
-    if not (Path(target).exists() or "/" in str(target)) and (close := close_names(str(target))):  # no Hub id is alike
-        raise MemoryPlanError(f"got target {target!r}, which is no folder; did you mean {' or '.join(close)}?")
+    name = str(target)
+    if not Path(target).exists():
+        if (known := find_known_target(name)) is not None:
+            return known
+        if "/" not in name and (close := close_names(name)):  # no Hub id is alike
+            raise MemoryPlanError(f"got target {name!r}, which is no folder; did you mean {' or '.join(close)}?")
+        if missing := missing_folder(target):
+            raise MemoryPlanError(missing)
     refuse_drafter_as_target(target)
     try:
         config = AutoConfig.from_pretrained(target, trust_remote_code=False)
     except Exception as error:  # a file may be wrong in any way
-        raise MemoryPlanError(_why_no_config(str(target), error)) from error
+        why = " ".join(str(error).split()).partition(". ")[0][:160]
+        raise MemoryPlanError(
+            f"got target {name!r}, whose config cannot be read ({why}); wanted a folder with config.json, the id of a "
+            "model on the Hub that transformers knows without remote code, or a name such as 'Llama 3.1 8B', which "
+            "needs no network"
+        ) from error
     refuse_drafter_as_target(target, config.architectures)
     return config
 

@@ -29,13 +29,25 @@ AS_STORED = "as stored"
 """Method of weights that are packed in a way that has no formula here: they take what their files do."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+_OF_4_BITS = "n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)"
+FORMULAS = {
+    "none": "n*dtype",
+    AS_STORED: "size of the files",
+    "bnb-int8": "n + 4N",
+    "bnb-nf4": _OF_4_BITS,
+    "bnb-fp4": _OF_4_BITS,
+    "fp8-block": "n + 4*ceil(N/128)*ceil(K/128)",
+    "mxfp4": "n/2 + n/32 (experts only)",
+}
+"""By method, what a matrix takes: as `Quantization.matrix_bytes` computes it, for the ledger."""
+
 
 @dataclass(frozen=True)
 class Quantization:
     """How a target's weights are stored.
 
     Attributes:
-        method: key of `METHODS`.
+        method: key of `FORMULAS`.
         dtype: of everything left unpacked, and of features and caches: `"bf16"`, `"fp16"` or `"fp32"`.
         group_size: weights with one scale; -1 is one group per row.
         double_quant: bitsandbytes packs the scales too.
@@ -64,32 +76,35 @@ class Quantization:
         return self.torch_dtype.itemsize
 
     @property
-    def rules(self) -> Method:
-        return METHODS[self.method]
+    def packs_linears(self) -> bool:
+        return self.method not in ("none", "mxfp4")
+
+    @property
+    def packs_experts(self) -> bool:
+        return self.method in ("fp8-block", "mxfp4")
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """Bytes of one packed matrix with its scales; a bias is not packed and not counted here."""
-        return self.rules.matrix_bytes(self, rows, columns)
+        elements, size = rows * columns, self.group_size
+        if self.method.startswith("bnb-"):
+            return packed_matrix_bytes(self.method.removeprefix("bnb-"), self.double_quant, rows, columns)
+        if self.method == "fp8-block":
+            return elements + 4 * (1 if size <= 0 else math.ceil(rows / size) * math.ceil(columns / size))
+        if self.method == "mxfp4":
+            return elements // 2 + elements // 32
+        return elements * self.dtype_bytes
 
     def workspace_bytes(self, rows: int, columns: int, tokens: int) -> int:
         """Bytes a matrix product with `tokens` inputs takes beyond input and output."""
-        return self.rules.workspace_bytes(self, rows, columns, tokens)
-
-
-@dataclass(frozen=True)
-class Method:
-    """One packing method: byte formula, its text for the ledger, and what of a model it reaches.
-
-    Attributes:
-        matrix_bytes: of a scheme, and of a matrix with `N` rows and `K` columns.
-        workspace_bytes: the same, and for how many tokens.
-    """
-
-    formula: str
-    matrix_bytes: Callable[[Quantization, int, int], int]
-    workspace_bytes: Callable[[Quantization, int, int, int], int]
-    packs_linears: bool = True
-    packs_experts: bool = False
+        if self.method in ("none", "mxfp4"):
+            return 0
+        if self.method == "fp8-block":
+            return tokens * columns
+        if self.method == "bnb-int8":
+            return tokens * (columns + 4 * rows)  # int8 inputs, int32 products
+        if self.method.startswith("bnb-") and tokens <= 4:
+            return 0  # bitsandbytes >= 0.50 always fuses so many; beyond, each card has its own table and may unpack
+        return rows * columns * self.dtype_bytes
 
 
 def packed_matrix_bytes(method: str, double_quant: bool, rows: int, columns: int) -> int:
@@ -102,48 +117,6 @@ def packed_matrix_bytes(method: str, double_quant: bool, rows: int, columns: int
         return packed + 4 * blocks
     return packed + blocks + 4 * math.ceil(blocks / _NESTED_BLOCK) + 4 * 256 + 4
 
-
-def _bitsandbytes(q: Quantization, rows: int, columns: int) -> int:
-    return packed_matrix_bytes(q.method.removeprefix("bnb-"), q.double_quant, rows, columns)
-
-
-def _fp8_block(q: Quantization, rows: int, columns: int) -> int:
-    blocks = 1 if q.group_size <= 0 else math.ceil(rows / q.group_size) * math.ceil(columns / q.group_size)
-    return rows * columns + 4 * blocks
-
-
-def _no_workspace(q: Quantization, rows: int, columns: int, tokens: int) -> int:
-    return 0
-
-
-def _unpacked_copy(q: Quantization, rows: int, columns: int, tokens: int) -> int:
-    return rows * columns * q.dtype_bytes
-
-
-def _bnb_4bit_copy(q: Quantization, rows: int, columns: int, tokens: int) -> int:
-    """bitsandbytes >= 0.50 always fuses up to 4 tokens; beyond, each card has its own table and may unpack."""
-    return 0 if tokens <= 4 else rows * columns * q.dtype_bytes
-
-
-_BNB_4BIT = Method("n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)", _bitsandbytes, _bnb_4bit_copy)
-METHODS: dict[str, Method] = {
-    AS_STORED: Method("size of the files", lambda q, n, k: n * k * q.dtype_bytes, _unpacked_copy),
-    "none": Method("n*dtype", lambda q, n, k: n * k * q.dtype_bytes, _no_workspace, packs_linears=False),
-    # Its workspace: int8 inputs, int32 products.
-    "bnb-int8": Method("n + 4N", _bitsandbytes, lambda _, n, k, tokens: tokens * (k + 4 * n)),
-    "bnb-nf4": _BNB_4BIT,
-    "bnb-fp4": _BNB_4BIT,
-    "fp8-block": Method(
-        "n + 4*ceil(N/128)*ceil(K/128)", _fp8_block, lambda _, n, k, tokens: tokens * k, packs_experts=True
-    ),
-    "mxfp4": Method(
-        "n/2 + n/32 (experts only)",
-        lambda _, n, k: n * k // 2 + n * k // 32,
-        _no_workspace,
-        packs_linears=False,
-        packs_experts=True,
-    ),
-}
 
 SCHEMES: dict[str, Quantization] = {
     "bf16": Quantization("none", "bf16"),
@@ -160,6 +133,7 @@ SCHEMES: dict[str, Quantization] = {
 _OTHER_NAMES = {"4bit": "bnb-nf4-dq", "8bit": "bnb-int8",
                 "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "bnb-int8", "nf4": "bnb-nf4",
                 "nf4-dq": "bnb-nf4-dq", "fp4": "bnb-fp4", "fp8": "fp8-block"}  # fmt: skip
+_METHODS_IN_CONFIGS = ("bitsandbytes", "fp8", "mxfp4")
 
 
 def scheme(quantization: str | dict[str, Any] | Quantization | Any, dtype: str = "bf16") -> Quantization:
@@ -181,50 +155,45 @@ def scheme(quantization: str | dict[str, Any] | Quantization | Any, dtype: str =
         found = SCHEMES[name]
         return found if found.method == "none" else replace(found, dtype=dtype)
     try:
-        return _from_fields(quantization if isinstance(quantization, dict) else quantization.to_dict(), dtype)
-    except (TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, MemoryPlanError):
-            raise
+        fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        skip = fields.get("modules_to_not_convert") or fields.get("llm_int8_skip_modules")
+        return replace(_from_fields(fields), dtype=dtype, skip_modules=tuple(skip) if skip else None)
+    except MemoryPlanError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise MemoryPlanError(
             f"got quantization_config {str(quantization)[:160]!r}, which cannot be read ({first_line(error)}); name "
             f"one of {', '.join(SCHEMES)} instead"
         ) from error
 
 
-def _from_fields(fields: dict[str, Any], dtype: str) -> Quantization:
-    method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
-    if method not in _FROM_CONFIG:
-        raise MemoryPlanError(
-            f"got a quantization_config of quant_method {method!r}; known: {', '.join(_FROM_CONFIG)}; name the "
-            f"nearest of {', '.join(SCHEMES)} instead"
-        )
-    skip = fields.get("modules_to_not_convert") or fields.get("llm_int8_skip_modules")
-    return replace(_FROM_CONFIG[method](fields), dtype=dtype, skip_modules=tuple(skip) if skip else None)
+def _from_fields(fields: dict[str, Any]) -> Quantization:
+    method = _method_of(fields)
+    if method == "mxfp4":
+        return SCHEMES["mxfp4"]
+    if method == "fp8":
+        block = fields.get("weight_block_size")
+        return replace(SCHEMES["fp8-block"], group_size=int(block[0]) if block else -1)
+    if method == "bitsandbytes":
+        if fields.get("load_in_8bit") or fields.get("_load_in_8bit"):
+            return SCHEMES["bnb-int8"]
+        kind = SCHEMES[f"bnb-{fields.get('bnb_4bit_quant_type', 'fp4')}"]
+        return replace(kind, double_quant=bool(fields.get("bnb_4bit_use_double_quant")))
+    raise MemoryPlanError(
+        f"got a quantization_config of quant_method {method!r}; known: {', '.join(_METHODS_IN_CONFIGS)}; name the "
+        f"nearest of {', '.join(SCHEMES)} instead"
+    )
 
 
 def packed_as_stored(own: Any) -> bool:
     """Whether a target's own `quantization_config` names a way of packing that has no formula here."""
+    return _method_of(own) not in (None, *_METHODS_IN_CONFIGS)
+
+
+def _method_of(own: Any) -> str | None:
+    """`quant_method` of a `quantization_config`."""
     method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
-    return method is not None and str(getattr(method, "value", method)) not in _FROM_CONFIG
-
-
-def _from_bitsandbytes(fields: dict[str, Any]) -> Quantization:
-    if fields.get("load_in_8bit") or fields.get("_load_in_8bit"):
-        return SCHEMES["bnb-int8"]
-    kind = SCHEMES[f"bnb-{fields.get('bnb_4bit_quant_type', 'fp4')}"]
-    return replace(kind, double_quant=bool(fields.get("bnb_4bit_use_double_quant")))
-
-
-def _from_fp8(fields: dict[str, Any]) -> Quantization:
-    block = fields.get("weight_block_size")
-    return replace(SCHEMES["fp8-block"], group_size=int(block[0]) if block else -1)
-
-
-_FROM_CONFIG: dict[str, Callable[[dict[str, Any]], Quantization]] = {
-    "bitsandbytes": _from_bitsandbytes,
-    "fp8": _from_fp8,
-    "mxfp4": lambda fields: SCHEMES["mxfp4"],
-}
+    return None if method is None else str(getattr(method, "value", method))
 
 
 # --- what a model has -------------------------------------------------------------------------------------------------
@@ -284,7 +253,6 @@ def count_weights(model: PreTrainedModel, quantization: Quantization) -> WeightB
     Args:
         model: nothing of it is packed yet, and its dtype is the scheme's; real, or on the meta device.
     """
-    rules = quantization.rules
     parameters = dict(model.named_parameters())  # a tied tensor once, under its first name
     plain = sum(buffer.nbytes for buffer in model.buffers())
     packed = experts = largest_tensor = 0
@@ -295,7 +263,8 @@ def count_weights(model: PreTrainedModel, quantization: Quantization) -> WeightB
         module = model.get_submodule(place)
         is_linear = type(module) is nn.Linear and key == "weight"
         dimensions = parameter.ndim if "Experts" in type(module).__name__ else 0
-        if (is_linear and rules.packs_linears and not is_skipped(place)) or (dimensions == 3 and rules.packs_experts):
+        is_packed = is_linear and quantization.packs_linears and not is_skipped(place)
+        if is_packed or (dimensions == 3 and quantization.packs_experts):
             rows, columns = parameter.shape[-2:]
             packed += math.prod(parameter.shape[:-2]) * quantization.matrix_bytes(rows, columns)
             largest_tensor = max(largest_tensor, parameter.nbytes)
@@ -303,7 +272,7 @@ def count_weights(model: PreTrainedModel, quantization: Quantization) -> WeightB
                 largest = rows, columns
         elif dimensions == 3:
             experts += parameter.nbytes
-        elif dimensions == 2 and rules.packs_experts:
+        elif dimensions == 2 and quantization.packs_experts:
             plain += parameter.numel() * 4  # biases are kept in fp32 beside packed experts
         else:
             plain += parameter.nbytes
