@@ -6,8 +6,8 @@ from unittest import mock
 from command_line import DRAFTER, TARGET, run
 
 from eagle31_hf.cli import bench as command
-from eagle31_hf.measure.bench import Writer
 from eagle31_hf.measure.exactness import Kind, Verdict
+from eagle31_hf.measure.results import Writer
 
 SHORT = ("--limit", 2, "--new-tokens", 6, "--repeats", 1, "--dtype", "fp32")
 
@@ -47,7 +47,7 @@ def test_prompts_are_read_from_files_and_a_pair_may_lack_a_drafter(tmp_path):
 def test_a_wrong_text_leaves_with_1_and_no_speedup(tmp_path):
     path = tmp_path / "figures.json"
 
-    def judge(self, call, turn, plain):
+    def judge(self, call, plain):
         kind = Kind.DIFFERENT if call.method.writer is Writer.DRAFTER else Kind.SAME
         return command.replace(call, verdicts=(Verdict(kind, 3, 0.5, 0.01),))
 

@@ -18,8 +18,9 @@ from eagle31_hf.graphs.steps import GraphKey
 from eagle31_hf.loop import decoder as decoders
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.text import Sequences
-from eagle31_hf.measure.bench import PLAIN, PLAIN_BY_GRAPHS, Bench, BenchSettings, Method, Task, Writer
+from eagle31_hf.measure.bench import Bench
 from eagle31_hf.measure.exactness import Kind
+from eagle31_hf.measure.results import PLAIN, PLAIN_BY_GRAPHS, BenchSettings, Method, Task, Writer
 from eagle31_hf.texts.prompts import Prompt
 from families import recurrent_target
 from helpers import (

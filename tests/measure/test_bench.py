@@ -13,10 +13,12 @@ from eagle31_hf import NoDrafter
 from eagle31_hf.cli.terminal import conditions_line
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.measure import bench, gauges
-from eagle31_hf.measure.bench import (
+from eagle31_hf.measure.bench import Bench
+from eagle31_hf.measure.exactness import Kind, Verdict
+from eagle31_hf.measure.gauges import PeakGauge
+from eagle31_hf.measure.results import (
     PLAIN,
     PLAIN_BY_GRAPHS,
-    Bench,
     BenchSettings,
     Method,
     Task,
@@ -24,10 +26,8 @@ from eagle31_hf.measure.bench import (
     all_methods,
     pair_methods,
 )
-from eagle31_hf.measure.exactness import Kind, Verdict
-from eagle31_hf.measure.gauges import PeakGauge
-from eagle31_hf.measure.results import summarise
 from eagle31_hf.measure.tables import bench_parts
+from eagle31_hf.stats import Acceptance
 from eagle31_hf.texts.prompts import Prompt
 from helpers import configured, drafter_of, random_prompts, target_of, use_fixed_shapes_only
 
@@ -77,9 +77,8 @@ def test_no_turn_begins_after_the_minutes_are_over(monkeypatch):
     cut = Bench(drafter_of("llama"), tasks(2), settings, on_turn=lambda *counts: seen.append(counts)).run()
     assert (cut.turns, cut.of) == (6, 8)
     assert seen == [(turn, 8) for turn in range(1, 7)]
-    result = summarise(cut)
-    assert all(each.speedup is not None for each in result.methods)
-    assert any("Stopped after 2 min: 6 of 8 turns." in str(part) for part in bench_parts(result))
+    assert all(each.speedup is not None for each in cut.methods)
+    assert any("Stopped after 2 min: 6 of 8 turns." in str(part) for part in bench_parts(cut))
 
 
 def test_methods_take_turns_at_being_first():
@@ -96,19 +95,19 @@ def test_methods_take_turns_at_being_first():
 
 def test_sampled_rows_are_plain_generates_by_the_same_seed():
     found = measured(replace(SETTINGS, rows=(3, 1), repeats=1, temperature=1.0), count=4)
-    assert {call.rows for call in found.calls} == {1, 3}
+    assert {call.turn.rows for call in found.calls} == {1, 3}
     assert {v.kind for call in found.calls for v in call.verdicts if call.method != PLAIN} == {Kind.SAME}
-    three = [call for call in found.calls if call.rows == 3 and call.method == PLAIN]
-    assert [(call.kind, call.prompts) for call in three] == [
-        ("a", ("random/0", "random/2", "random/0")), ("b", ("random/1", "random/3", "random/1")),
+    three = [call for call in found.calls if call.turn.rows == 3 and call.method == PLAIN]
+    assert [(call.turn.kind, call.prompts) for call in three] == [
+        ("a", ["random/0", "random/2", "random/0"]), ("b", ["random/1", "random/3", "random/1"]),
     ]  # fmt: skip
-    texts = {call.method: call.answers for call in found.calls if call.rows == 1 and call.prompts == ("random/0",)}
+    texts = {call.method: call.answers for call in found.calls if call.turn.rows == 1 and call.prompts == ["random/0"]}
     assert len({str(answers) for answers in texts.values()}) == 1
 
 
 def test_several_data_sets_are_the_kinds():
     found = Bench(drafter_of("llama"), tasks(4, suites=("gsm8k", "code")), replace(SETTINGS, repeats=1)).run()
-    assert {call.kind for call in found.calls} == {"gsm8k", "code"}
+    assert {call.turn.kind for call in found.calls} == {"gsm8k", "code"}
 
 
 def test_answers_end_where_the_target_ends(monkeypatch, measured_once):
@@ -116,7 +115,7 @@ def test_answers_end_where_the_target_ends(monkeypatch, measured_once):
     end = next(token for place, token in enumerate(answer) if place > 2 and token not in answer[:place])
     monkeypatch.setattr(target_of("llama").generation_config, "eos_token_id", end)
     short = measured(replace(SETTINGS, repeats=1, methods=(PLAIN, DRAFTER)))
-    answers = [call.answers[0] for call in short.calls if call.prompts == ("random/0",)]
+    answers = [call.answers[0] for call in short.calls if call.prompts == ["random/0"]]
     assert answers == [answer[: answer.index(end) + 1]] * 2
 
 
@@ -124,14 +123,14 @@ def test_without_a_drafter_our_loop_is_measured_alone():
     methods = all_methods(by_graphs=False, with_drafter=False)
     found = measured(replace(SETTINGS, repeats=1, methods=methods), 1, NoDrafter(target_of("llama")))
     assert [call.method.writer for call in found.calls] == [Writer.GENERATE, Writer.NO_DRAFTS, Writer.LOOKUP]
-    assert summarise(found).is_exact
+    assert found.is_exact
 
 
 def test_graphs_stand_beside_eager_passes(monkeypatch):
     use_fixed_shapes_only(monkeypatch)
     found = measured(replace(SETTINGS, repeats=1, methods=pair_methods(by_graphs=True)), count=1)
     assert [call.method for call in found.calls] == [PLAIN, PLAIN_BY_GRAPHS, DRAFTER, Method(Writer.DRAFTER, True)]
-    plain, alone, _, by_graphs = summarise(found).methods
+    plain, alone, _, by_graphs = found.methods
     assert (plain.tokens_per_pass, alone.tokens_per_pass) == (None, 1.0)
     assert set(alone.verdicts) == set(by_graphs.verdicts) == {Kind.SAME}
     assert not found.left_out
@@ -180,12 +179,12 @@ def with_wrong_token(place):
 
 def test_a_wrong_answer_forbids_the_speedup():
     with with_wrong_token(4):
-        result = summarise(measured(replace(SETTINGS, methods=(PLAIN, DRAFTER)), count=1))
+        result = measured(replace(SETTINGS, methods=(PLAIN, DRAFTER)), count=1)
     plain, eagle = result.methods
     assert plain.speedup.median == 1.0
     assert (eagle.speedup, eagle.verdicts[Kind.DIFFERENT], result.is_exact) == (None, 2, False)
     assert eagle.differences["random/0"].position == 4
-    assert "2 of 2 answers" in eagle.refusal
+    assert eagle.refusal.endswith(": 2 of 2 answers")
     told = result.to_dict()
     assert (told["same_text"], told["methods"][1]["speedup"], told["methods"][1]["answers"]) == (
         False, None, {"different": 2},
@@ -207,8 +206,8 @@ def shown(result, price=None, width=100):
 
 def timed(measured, seconds):
     """The same calls with these seconds for each method and repeat."""
-    calls = [replace(call, seconds=seconds[call.method][call.repeat], peak_bytes=None) for call in measured.calls]
-    return summarise(replace(measured, calls=calls))
+    calls = [replace(call, seconds=seconds[call.method][call.turn.repeat], peak_bytes=None) for call in measured.calls]
+    return replace(measured, calls=calls)
 
 
 def test_speeds_are_medians_over_repeats_and_ratios_are_formed_within_them():
@@ -223,7 +222,7 @@ def test_speeds_are_medians_over_repeats_and_ratios_are_formed_within_them():
 
 
 def test_figures_are_json_and_in_the_tables(measured_once):
-    result = summarise(measured_once)
+    result = measured_once
     told = json.loads(json.dumps(result.to_dict(0.5)))
     eagle = told["methods"][-1]
     assert (eagle["method"], eagle["rows"], eagle["answers"]) == ("drafter", 1, {"same": 4})
@@ -243,21 +242,39 @@ def test_figures_are_json_and_in_the_tables(measured_once):
 def test_ties_and_steps_down_are_noted(measured_once):
     tie = replace(measured_once.calls[-1], verdicts=(Verdict(Kind.TIE, 3, 0.01, 0.02),))
     stats = replace(tie.stats, loop="plain", reason="not today", fallbacks=["steps stay eager"])
-    text = shown(summarise(replace(measured_once, calls=[*measured_once.calls, replace(tie, stats=stats)])))
+    text = shown(replace(measured_once, calls=[*measured_once.calls, replace(tie, stats=stats)]))
     assert "up to ties" in text
     assert "from token 4 on, by a tie (two tokens' logits are 0.01 apart" in text
     assert "served by plain: not today" in text
     assert "served by steps stay eager" in text
     wrong = replace(tie, verdicts=(Verdict(Kind.DIFFERENT, 2, 1.0, 0.0),))
-    result = summarise(replace(measured_once, calls=[*measured_once.calls, wrong, tie])).methods[-1]
+    result = replace(measured_once, calls=[*measured_once.calls, wrong, tie]).methods[-1]
     assert result.differences[tie.prompts[0]].kind is Kind.DIFFERENT, "an error is not hidden by a tie"
+
+
+def test_slower_drafts_come_with_what_may_help(measured_once):
+    """A drafter that is useless on any machine is not made useful by graphs."""
+    found = {}
+    for length in (1.1, 2.5):
+        slow = {method: [1.0 + method.drafts] * 2 for method in all_methods(by_graphs=False)}
+        accepted = Acceptance(rounds=10, accepted=round(10 * length) - 10)
+        with mock.patch("eagle31_hf.measure.results.Acceptance.of", lambda _, accepted=accepted: accepted):
+            text = shown(timed(measured_once, slow))
+        found[length] = next(line for line in text.splitlines() if line.startswith("drafter: slower"))
+        assert "lookups: slower than plain; try graphs (eagle31 warmup) or fewer --draft-tokens." in text
+    assert found[1.1].endswith("1.10 tokens a pass are too few: train it on (eagle31 train --drafter).")
+    assert found[2.5] == "drafter: slower than plain; try graphs (eagle31 warmup) or fewer --draft-tokens."
 
 
 def test_the_repeats_named_are_those_that_were_written(measured_once):
     """Of the planned ones as many as there was time for."""
     origin = {"device": "cpu", "threads": 2, "processor": "some", "dtype": "float32"}
     for written, words in ((1, "of 1 repeat"), (2, "of 2 repeats")):
-        calls = [replace(call, repeat=repeat) for repeat in range(written) for call in measured_once.calls]
+        calls = [
+            replace(call, turn=replace(call.turn, repeat=repeat))
+            for repeat in range(written)
+            for call in measured_once.calls
+        ]
         cut = replace(measured_once, calls=calls, settings=replace(measured_once.settings, repeats=3))
         assert conditions_line(cut, origin).plain.endswith(words)
 

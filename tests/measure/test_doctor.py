@@ -302,14 +302,14 @@ def test_a_fine_tuned_target_is_named(
         for layer in tuned.model.layers:
             layer.mlp.down_proj.weight.mul_(1 + 0.35 * torch.randn_like(layer.mlp.down_proj.weight))
     for model, level in ((target, "ok"), (tuned, "problem")):
-        subject = Subject(attached(model), tokenizer, CONVERSATIONS[:3], lambda c: encode(tokenizer, c), tmp_path)
+        subject = Subject(attached(model), tokenizer, CONVERSATIONS[:3], tmp_path)
         seen = examine(subject, new_tokens=24)
         assert {finding.check: finding.level for finding in seen.findings}["acceptance"] == level
         assert seen.greedy.is_exact
 
 
 def test_one_text_is_no_verdict(target: Any, tokenizer: Any) -> None:
-    subject = Subject(attached(target), tokenizer, CONVERSATIONS[:1], lambda c: encode(tokenizer, c))
+    subject = Subject(attached(target), tokenizer, CONVERSATIONS[:1])
     assert examine(subject, new_tokens=8).verdict.startswith("too few texts to tell (1)")
 
 
@@ -333,7 +333,7 @@ def test_a_text_that_is_not_the_targets_is_a_problem(
     target: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parting(monkeypatch, target)
-    subject = Subject(attached(target), tokenizer, CONVERSATIONS[:1], lambda c: encode(tokenizer, c))
+    subject = Subject(attached(target), tokenizer, CONVERSATIONS[:1])
     seen = examine(subject, new_tokens=12)
     levels = {finding.check: (finding.level, finding.text) for finding in seen.findings}
     level, text = levels["same text, greedy"]
@@ -396,7 +396,7 @@ def test_conditions_change_the_prompt_as_they_say() -> None:
 
 @pytest.fixture(scope="module")
 def subject(target: Any, tokenizer: Any) -> Subject:
-    return Subject(attached(target), tokenizer, CONVERSATIONS[:1], lambda c: encode(tokenizer, c))
+    return Subject(attached(target), tokenizer, CONVERSATIONS[:1])
 
 
 def test_drift_shows_the_same_weights_in_both_forms_under_every_condition(subject: Subject, tmp_path: Path) -> None:
@@ -424,6 +424,6 @@ def test_what_counts_as_drift() -> None:
 
 def test_preflight_reads_configurations_alone(target: Any) -> None:
     tokenizer = demo_tokenizer()
-    checks = preflight(Subject(attached(target), tokenizer, (), lambda c: {}))
+    checks = preflight(Subject(attached(target), tokenizer, ()))
     assert {check.check for check in checks} >= {"shapes", "vocabulary", "length", "chat template", "precision"}
     assert all(check.level == "ok" for check in checks)

@@ -49,7 +49,7 @@ def test_a_target_that_cannot_verify_drafts_is_decoded_plainly(kind: str) -> Non
     assert "tree self-test" in binding.tree_unsupported_reason
     assert_same_text(target, eagle, torch.tensor(random_prompts(1, seed=3)), loop="plain", **GREEDY)
     assert "tree self-test" in eagle.stats.reason
-    found = {finding.check: finding for finding in preflight(Subject(eagle, demo_tokenizer(), (), lambda _: {}))}
+    found = {finding.check: finding for finding in preflight(Subject(eagle, demo_tokenizer(), ()))}
     assert (found["verification"].level, "plain decoding only" in found["verification"].text) == ("problem", True)
 
 

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError, removal
-from ..measure.bench import BenchSettings, Task, all_methods, has_graphs
+from ..measure.bench import has_graphs
 from ..measure.origin import origin
 from ..measure.plots import plot_bench
-from ..measure.results import summarise
+from ..measure.results import BenchSettings, Task, all_methods
 from ..measure.tables import bench_parts
 from ..texts.prompts import embedded_prompts, read_prompts
 from .generate import measure_in_turns
@@ -73,17 +73,17 @@ def bench(
         minutes=options.minutes or None,
     )
     methods = all_methods(by_graphs=has_graphs(loaded.drafter, settings), with_drafter=source.has_drafter)
-    tasks = [Task(prompt, encode(loaded, prompt.opening)["input_ids"][0]) for prompt in prompts]
-    measured = measure_in_turns(console, loaded, tasks, replace(settings, methods=methods))
-    result, made_by = summarise(measured), origin(loaded.drafter.binding)
+    tasks = [Task(prompt, encode(loaded, prompt.opening)) for prompt in prompts]
+    result = measure_in_turns(console, loaded, tasks, replace(settings, methods=methods))
+    made_by = origin(loaded.drafter.binding)
     usual = "the target's own head" if source.target else "the embedded drafter"
     names = {"target": loaded.name, "drafter": source.drafter or usual}
     write_json(json_path, {**made_by, **names, **result.to_dict(price_per_hour)})  # before a picture can fail
-    console.print(conditions_line(measured, made_by))
+    console.print(conditions_line(result, made_by))
     for part in bench_parts(result, price_per_hour):
         console.print(part)
     if plot is not None:
-        where = conditions_line(measured, made_by).plain
+        where = conditions_line(result, made_by).plain
         target, by = (Path(name).name for name in names.values())  # of a folder or a Hub id
         plot_bench(result, plot, title=f"{target}, drafts by {by}", footer=where)
         console.print(f"plot: {plot}")

@@ -20,7 +20,7 @@ from ..measure.readings import Subject
 from ..measure.tables import figure_table
 from ..texts.prompts import read_prompts
 from .options import MORE, JsonOption, command, make_console, option, write_json
-from .pairs import PairSource, encode, load_pair
+from .pairs import PairSource, load_pair
 from .progress import progress_bar
 
 MINUTES = 2.0
@@ -55,7 +55,6 @@ def doctor(
         tokenizer=pair.tokenizer,
         # Of many kinds; before them the embedded target's own subjects, for it has little to say of others.
         conversations=given or [*(() if source.target else DEMO_CONVERSATIONS), *CONVERSATIONS][:limit],
-        encode=lambda conversation: encode(pair, conversation),
         folder=Path(source.drafter) if source.drafter is not None and Path(source.drafter).is_dir() else None,
     )
     with progress_bar(console) as on_step:

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import ConfigurationError
-from ..measure.bench import FEWEST_NEW_TOKENS, Bench, BenchSettings, Measured, Task, has_graphs, pair_methods
+from ..measure.bench import Bench, has_graphs
 from ..measure.origin import origin
-from ..measure.results import summarise
+from ..measure.results import FEWEST_NEW_TOKENS, BenchResult, BenchSettings, Task, pair_methods
 from ..measure.tables import bench_notes, speed_table
 from ..sampling.logits_processing import sampling_options
 from ..texts.decoder import IncrementalDecoder, RoundStreamer
@@ -120,7 +120,7 @@ class Shown:
 def _show(pair: LoadedPair, shown: Shown, json_path: Path | None) -> None:
     """Streamed answers, then the table; what `demo` and `generate` share."""
     console = make_console()
-    tasks = [Task(prompt, encode(pair, list(prompt.messages))["input_ids"][0]) for prompt in shown.prompts]
+    tasks = [Task(prompt, encode(pair, list(prompt.messages))) for prompt in shown.prompts]
     record: dict[str, Any] = {**origin(pair.drafter.binding), "target": pair.name}
     if pair.plan is not None:
         record["plan"] = pair.plan.to_dict()
@@ -162,7 +162,7 @@ def _stream(console: Console, pair: LoadedPair, task: Task, shown: Shown) -> lis
     return [*messages, writer.written, Text()]
 
 
-def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], settings: BenchSettings) -> Measured:
+def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], settings: BenchSettings) -> BenchResult:
     """All calls of the settings; the console is told what takes its time."""
     if any(method.by_graphs for method in settings.methods):
         console.print("Compiling what no earlier run has left: minutes the first time, nothing the second.")
@@ -181,9 +181,8 @@ def _measure(console: Console, pair: LoadedPair, tasks: Sequence[Task], shown: S
     by_graphs = shown.compiled or has_graphs(pair.drafter, settings)
     settings = replace(settings, methods=pair_methods(by_graphs=by_graphs))
     console.print()
-    measured = measure_in_turns(console, pair, tasks, settings)
-    result = summarise(measured)
-    console.print(terminal.conditions_line(measured, origin(pair.eagle.binding)))
+    result = measure_in_turns(console, pair, tasks, settings)
+    console.print(terminal.conditions_line(result, origin(pair.eagle.binding)))
     console.print(speed_table(result.methods))
     for line in bench_notes(result):
         console.print(line)

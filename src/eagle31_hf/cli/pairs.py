@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_peft_available
 
 from ..checkpoints import require_head, target_holds_head
-from ..checkpoints.hub import can_be_hub_id, folder_meant
+from ..checkpoints.hub import missing_folder
 from ..demo import Messages, drafter_path, target_path
 from ..drafter.assistant import Assistant, NoDrafter
 from ..drafter.drafter import Eagle31Drafter, MtpDrafter
@@ -176,9 +176,8 @@ def load_pair(
     """
     source = _with_own_head(source)
     if source.target is not None and source.drafter is None:
-        if not Path(source.target).exists() and not can_be_hub_id(source.target):
-            meant = folder_meant(source.target) or "; check the path"
-            raise ConfigurationError(f"no target at {source.target!r}: no such folder{meant}")
+        if missing := missing_folder(source.target):
+            raise CheckpointNotFoundError(missing)
         without = "" if needs_drafter else ", or pass --drafter none to look drafts up in the text"
         raise ConfigurationError(
             f"no drafter given for {source.target!r}; name one trained for it with --drafter{without}"
@@ -301,10 +300,9 @@ def _planned_weights(source: PairSource) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def encode(pair: LoadedPair, conversation: Messages) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` `(1, T)` on the target's device, by the chat template if there is one."""
-    ids = torch.tensor([encode_chat(pair.tokenizer, conversation)], device=pair.drafter.binding.input_device)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+def encode(pair: LoadedPair, conversation: Messages) -> Tensor:
+    """Ids `(T,)` on the target's device, by the chat template if there is one."""
+    return torch.tensor(encode_chat(pair.tokenizer, conversation), device=pair.drafter.binding.input_device)
 
 
 def _placement(source: PairSource) -> Any:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import count
-from ..measure.bench import Measured
+from ..measure.results import BenchResult
 from ..stats import SpeculationStats
 
 ACCEPTED_STYLE = "green"
@@ -49,15 +49,14 @@ def legend() -> Text:
     )
 
 
-def conditions_line(measured: Measured, origin: dict[str, Any]) -> Text:
+def conditions_line(result: BenchResult, origin: dict[str, Any]) -> Text:
     """What was measured where."""
-    temperature = measured.settings.temperature
+    temperature = result.settings.temperature
     sampling = f"temperature {temperature:g}" if temperature else "greedy"
-    prompts = len({prompt for call in measured.calls for prompt in call.prompts})
-    repeats = len({call.repeat for call in measured.calls})  # fewer than planned where time ran out
+    repeats = len({call.turn.repeat for call in result.calls})  # fewer than planned where time ran out
     device = count(origin["threads"], "CPU thread") if origin["device"] == "cpu" else origin["device"]
     return Text(
-        f"{count(prompts, 'prompt')}, up to {measured.settings.new_tokens} tokens each, {sampling}, {device} "
+        f"{count(result.num_prompts, 'prompt')}, up to {result.settings.new_tokens} tokens each, {sampling}, {device} "
         f"({origin['processor']}), {origin['dtype']}; medians and spreads of {count(repeats, 'repeat')}",
         style="dim",
     )

@@ -11,8 +11,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,186 +23,15 @@ from ..drafter.assistant import Assistant, NoDrafter
 from ..errors import ConfigurationError
 from ..loop.kept_graphs import FEWEST_CAPTURED_TOKENS
 from ..loop.pair import Drafting, Pair
-from ..sampling.logits_processing import ScoreProcessing, end_ids, processing_of, sampling_options
+from ..sampling.logits_processing import DraftWarping, end_ids, processing_of
 from ..stats import SpeculationStats
 from ..targets.devices import now
-from ..texts.prompts import Prompt
 from .exactness import Kind, SampledBy, Verdict, judge
 from .gauges import PeakGauge, TokenClock
+from .results import PLAIN, BenchResult, BenchSettings, Call, Method, Task, Turn, Writer
 
-Answers = list[list[int]]
 Prompts = dict[str, Tensor]
 """`input_ids` and `attention_mask` `(B, T)`, padded on the left."""
-
-FEWEST_NEW_TOKENS = 3
-"""Speculation begins with the third token."""
-
-
-class Writer(Enum):
-    """What writes a text."""
-
-    GENERATE = "plain generate"
-    NO_DRAFTS = "without drafts"  # our loop, one token a pass
-    LOOKUP = "lookups"  # our loop, drafts looked up in the text
-    DRAFTER = "drafter"  # our loop as the drafter's settings say
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to write: what writes, and whether its passes are graphs (`None`: as the assistant's settings say)."""
-
-    writer: Writer
-    by_graphs: bool | None = False
-
-    @property
-    def name(self) -> str:
-        return self.writer.value + ", by graphs" * bool(self.by_graphs)
-
-    @property
-    def drafts(self) -> bool:
-        """Whether it is more than plain decoding."""
-        return self.writer in (Writer.LOOKUP, Writer.DRAFTER)
-
-    @property
-    def overrides(self) -> dict[str, Any]:
-        """Settings of the assistant while it writes."""
-        settings: dict[str, Any] = {}
-        if self.by_graphs is not None:
-            settings["acceleration"] = "compile" if self.by_graphs else "eager"
-        if self.writer is Writer.NO_DRAFTS:
-            settings["num_assistant_tokens_schedule"] = "constant"
-        return settings
-
-
-PLAIN = Method(Writer.GENERATE)
-PLAIN_BY_GRAPHS = Method(Writer.NO_DRAFTS, by_graphs=True)
-
-
-def all_methods(*, by_graphs: bool, with_drafter: bool = True) -> tuple[Method, ...]:
-    """Plain `generate` first, then our loop, and again by graphs."""
-    writers = [Writer.NO_DRAFTS, Writer.LOOKUP, *([Writer.DRAFTER] if with_drafter else [])]
-    graphs = (False, True) if by_graphs else (False,)
-    return PLAIN, *(Method(writer, each) for each in graphs for writer in writers)
-
-
-def pair_methods(*, by_graphs: bool) -> tuple[Method, ...]:
-    """Plain decoding and the drafter, each without and with graphs: what `demo` and `generate` show."""
-    drafter = Method(Writer.DRAFTER)
-    return (PLAIN, PLAIN_BY_GRAPHS, drafter, Method(Writer.DRAFTER, by_graphs=True)) if by_graphs else (PLAIN, drafter)
-
-
-@dataclass(frozen=True)
-class Task:
-    """A prompt and its ids `(T,)`, on the target's device."""
-
-    prompt: Prompt
-    ids: Tensor
-
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """What to measure.
-
-    Attributes:
-        methods: plain `generate` among them.
-        new_tokens: most tokens of an answer.
-        temperature: 0 is greedy.
-        rows: how many prompts are written together, one setting after the other.
-        repeats: passes over all prompts.
-        seed: the first turn's; the others' follow from it.
-        minutes: no further turn is begun after so long, compiling and warming up aside; `None`: all are measured.
-        sampling: further keyword arguments of `generate`; what is left out is as the target's generation config says.
-    """
-
-    methods: tuple[Method, ...] = all_methods(by_graphs=False)
-    new_tokens: int = 128
-    temperature: float = 0.0
-    rows: tuple[int, ...] = (1,)
-    repeats: int = 3
-    seed: int = 0
-    minutes: float | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
-
-    def check(self) -> None:
-        """Raise a `ConfigurationError` naming the first field that makes no sense."""
-        if self.repeats < 1 or min(self.rows, default=0) < 1:
-            raise ConfigurationError(f"got {self.repeats} repeats of {list(self.rows)} rows; wanted at least 1 of each")
-        if self.new_tokens < FEWEST_NEW_TOKENS:
-            raise ConfigurationError(
-                f"got new_tokens={self.new_tokens}; speculation begins with the third token: pass at least 3"
-            )
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ConfigurationError(f"got temperature {self.temperature}; wanted 0 (greedy) or a positive number")
-        if PLAIN not in self.methods:
-            raise ConfigurationError(f"the methods lack {PLAIN.name!r}, which all others are compared with; add it")
-
-    def to_generate(self) -> dict[str, Any]:
-        """Keyword arguments of `generate`, its length aside."""
-        return {**sampling_options(self.temperature), **self.sampling}
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Tasks of one kind that each method writes together, and how."""
-
-    rows: int
-    repeat: int
-    index: int
-    kind: str
-    tasks: tuple[Task, ...]
-    seed: int
-
-
-@dataclass(frozen=True)
-class Call:
-    """One `generate` call of one method.
-
-    Attributes:
-        rows, repeat: how it was called.
-        prompts, kind: ids of the rows' prompts, and of what kind they are.
-        answers: new tokens of each row, up to and with its end.
-        seconds: of the whole call; `first_token_s` until the first token was handed out.
-        gaps_s: seconds between two times that tokens were handed out; of one row alone.
-        stats: of our loop; `None` for plain `generate`.
-        peak_bytes: most memory of the call, weights included, where the machine tells.
-        verdicts: one per row.
-    """
-
-    method: Method
-    rows: int
-    repeat: int
-    prompts: tuple[str, ...]
-    kind: str
-    answers: Answers
-    seconds: float
-    first_token_s: float
-    gaps_s: tuple[float, ...] = ()
-    stats: SpeculationStats | None = None
-    peak_bytes: int | None = None
-    verdicts: tuple[Verdict, ...] = ()
-
-    @property
-    def new_tokens(self) -> int:
-        return sum(map(len, self.answers))
-
-
-@dataclass
-class Measured:
-    """All calls of a run.
-
-    Attributes:
-        turns, of: how many turns were measured before the time was up, and of how many.
-        left_out: methods that could not run, and why.
-        graphs, graphs_s: how many graphs were compiled and kept before anything counted, and the seconds it took.
-    """
-
-    settings: BenchSettings
-    calls: list[Call] = field(default_factory=list)
-    turns: int = 0
-    of: int = 0
-    left_out: dict[str, str] = field(default_factory=dict)
-    graphs: int = 0
-    graphs_s: float = 0.0
 
 
 class Bench:
@@ -235,13 +64,12 @@ class Bench:
         self.alone = assistant if isinstance(assistant, NoDrafter) else _without_drafter(assistant)
         self._peak = PeakGauge(self.binding.head_device)
         self._judged: dict[tuple[str, str, str], Verdict] = {}
-        self._processing: ScoreProcessing | None = None
-        self._measured = Measured(settings)
+        self._result = BenchResult(settings)
 
-    def run(self) -> Measured:
+    def run(self) -> BenchResult:
         """Write everything that there is time for: at least one turn with each number of rows."""
         by_rows = [self._turns(rows) for rows in dict.fromkeys(self.settings.rows)]
-        measured, measured.of = self._measured, sum(map(len, by_rows))
+        result, result.of = self._result, sum(map(len, by_rows))
         with torch.random.fork_rng():
             for turns in by_rows:
                 methods = self._ready_methods(turns)
@@ -249,10 +77,10 @@ class Bench:
                 for place, turn in enumerate(turns):
                     if place and time.monotonic() >= end:
                         break
-                    measured.calls += self._measure(turn, methods)
-                    measured.turns += 1
-                    self._on_turn(measured.turns, measured.of)
-        return measured
+                    result.calls += self._measure(turn, methods)
+                    result.turns += 1
+                    self._on_turn(result.turns, result.of)
+        return result
 
     def _turns(self, rows: int) -> list[Turn]:
         """Neighbours of one kind together; the last batch of a kind is filled up from its first."""
@@ -261,7 +89,7 @@ class Bench:
             filled = [tasks[index % len(tasks)] for index in range(-(-len(tasks) // rows) * rows)]
             batches += [(kind, tuple(filled[start : start + rows])) for start in range(0, len(filled), rows)]
         return [
-            Turn(rows, repeat, index, *batch, seed=self.settings.seed + 100_003 * repeat + index)
+            Turn(repeat, index, *batch, seed=self.settings.seed + 100_003 * repeat + index)
             for repeat in range(self.settings.repeats)
             for index, batch in enumerate(batches)
         ]
@@ -277,13 +105,13 @@ class Bench:
                 torch.manual_seed(self.settings.seed)
                 _, stats = self._write(method, batch, None)
             if method.by_graphs and stats is not None:
-                self._measured.graphs_s += time.perf_counter() - started
+                self._result.graphs_s += time.perf_counter() - started
                 if why := self._why_eager(method, turns[0].rows, stats):
-                    self._measured.left_out[method.name] = why
+                    self._result.left_out[method.name] = why
                     continue
             ready.append(method)
         graphs = {pair.graphs for pair in map(Pair.of, (self._assistant, self.alone)) if pair.graphs is not None}
-        self._measured.graphs = sum(sum(each.warmed.values()) for each in graphs)
+        self._result.graphs = sum(sum(each.warmed.values()) for each in graphs)
         return ready
 
     def _why_eager(self, method: Method, rows: int, stats: SpeculationStats) -> str:
@@ -306,7 +134,7 @@ class Bench:
     def _measure(self, turn: Turn, methods: Sequence[Method]) -> list[Call]:
         first = (turn.repeat + turn.index) % len(methods)
         calls = {method: self._call(method, turn) for method in [*methods[first:], *methods[:first]]}
-        return [self._judge(calls[method], turn, calls[PLAIN].answers) for method in methods]
+        return [self._judge(calls[method], calls[PLAIN].answers) for method in methods]
 
     def _call(self, method: Method, turn: Turn) -> Call:
         clock, batch, device = TokenClock(), self._batch(turn), self.binding.head_device
@@ -318,10 +146,7 @@ class Bench:
         ends = end_ids(self.binding.model)
         return Call(
             method=method,
-            rows=turn.rows,
-            repeat=turn.repeat,
-            prompts=tuple(task.prompt.id for task in turn.tasks),
-            kind=turn.kind,
+            turn=turn,
             answers=[until_end(row, ends) for row in tokens.tolist()],
             seconds=seconds,
             first_token_s=clock.moments[0] - started if clock.moments else seconds,
@@ -350,32 +175,28 @@ class Bench:
 
     # --- exactness --------------------------------------------------------------------------------------------------
 
-    def _judge(self, call: Call, turn: Turn, plain: Answers) -> Call:
+    def _judge(self, call: Call, plain: list[list[int]]) -> Call:
         if call.method == PLAIN:
-            verdicts = [Verdict(Kind.REFERENCE)] * len(plain)
-        else:
-            rows = enumerate(zip(turn.tasks, call.answers, plain, strict=True))
-            verdicts = [self._verdict(call, *texts, self._sampled(turn, row)) for row, texts in rows]
-        return replace(call, verdicts=tuple(verdicts))
+            return replace(call, verdicts=(Verdict(Kind.REFERENCE),) * len(plain))
+        return replace(call, verdicts=tuple(self._verdict(call, row, answer) for row, answer in enumerate(plain)))
 
-    def _verdict(
-        self, call: Call, task: Task, answer: list[int], plain: list[int], sampled: SampledBy | None
-    ) -> Verdict:
+    def _verdict(self, call: Call, row: int, plain: list[int]) -> Verdict:
+        turn, answer = call.turn, call.answers[row]
+        task, warping = turn.tasks[row], self._warping
         key = task.prompt.id, str(answer), str(plain)
         if key not in self._judged:
+            sampled = None if warping is None else SampledBy(turn.seed, row, turn.rows, warping)
             blocks = 8, block_size(call.stats)
             self._judged[key] = judge(self.binding.model, task.ids, answer, plain, blocks=blocks, sampled=sampled)
         return self._judged[key]
 
-    def _sampled(self, turn: Turn, row: int) -> SampledBy | None:
-        """How a row was sampled; `None` of greedy text, and where more than scores decide: then no tie is proven."""
+    @cached_property
+    def _warping(self) -> DraftWarping | None:
+        """Of sampled texts; `None` of greedy ones, and where more than scores decide: then no tie is proven."""
         if not self.settings.temperature:
             return None
-        if self._processing is None:
-            self._processing = processing_of(self.binding.model, **self.settings.to_generate())
-        if not self._processing.fits_draft_vocabulary:
-            return None
-        return SampledBy(turn.seed, row, turn.rows, self._processing.draft_warping)
+        processing = processing_of(self.binding.model, **self.settings.to_generate())
+        return processing.draft_warping if processing.fits_draft_vocabulary else None
 
 
 def _without_drafter(assistant: Assistant) -> NoDrafter:

@@ -22,20 +22,21 @@ from ..targets.devices import precision_advice, precision_caution
 from ..targets.fresh_drafter import trained_context
 from ..targets.quantized import holds_packed_weights
 from ..texts.prompts import Prompt
-from .bench import PLAIN, Bench, BenchSettings, Method, Task, Writer, has_graphs
-from .drift import DriftCurve, form_of, probe_drift
+from .bench import Bench, has_graphs
+from .drift import DriftCurve, probe_drift
 from .exactness import TIE_ROUNDINGS, Kind
 from .readings import (
     OnStep,
     ReadingScore,
     Subject,
+    form_of,
     layers_to_keep,
     other_readings,
     replay,
     score_readings,
     score_vocabulary,
 )
-from .results import MethodResult, Spread, summarise
+from .results import PLAIN, BenchSettings, Method, MethodResult, Spread, Task, Writer
 
 DEPTH = 5
 SHARE_OF_CARD = 0.8
@@ -133,7 +134,7 @@ class Examination:
             "sampled": self.sampled.result.to_dict(),
             "over_no_drafts": self.greedy.by_drafts and asdict(self.greedy.by_drafts),
             "readings": [asdict(score) for score in self.readings],
-            "drift": [curve.to_dict() for curve in self.drift],
+            "drift": [asdict(curve) | {"drifts": curve.drifts} for curve in self.drift],
         }
 
 
@@ -155,7 +156,7 @@ def examine(
     """
     begun = time.monotonic()
     findings = preflight(subject)
-    prompts = [subject.encode(conversation)["input_ids"][0] for conversation in subject.conversations]
+    prompts = list(map(subject.encode, subject.conversations))
 
     def write(what: str, share: float, temperature: float = 0.0) -> Written:
         on_step(what, 0, len(prompts))
@@ -217,8 +218,7 @@ def write_both(
     by_graphs = None if has_graphs(drafter, settings) else False
     drafting = Method(Writer.DRAFTER, by_graphs=None)
     settings = replace(settings, methods=(PLAIN, Method(Writer.NO_DRAFTS, by_graphs), drafting))
-    measured = Bench(drafter, tasks, settings, on_turn=on_turn).run()
-    plain, no_drafts, result = summarise(measured).methods
+    plain, no_drafts, result = Bench(drafter, tasks, settings, on_turn=on_turn).run().methods
     by_drafts = None if no_drafts.refusal else replace(result, plain=no_drafts.calls).speedup
     answers = [torch.tensor(call.answers[0]) for call in plain.calls]
     return Written(
@@ -280,8 +280,7 @@ def preflight(subject: Subject) -> list[Finding]:
         _noted(
             trained < wanted,
             "length",
-            f"drafter up to {trained} tokens, target up to {wanted}; RoPE theta {_rope_theta(config):g} and "
-            f"{_rope_theta(binding.text_config):g}",
+            f"drafter up to {trained} tokens, target up to {wanted}",
             f"beyond {trained} tokens the drafter may accept less; the text stays right",
         ),
         _noted(
@@ -298,13 +297,6 @@ def preflight(subject: Subject) -> list[Finding]:
 
 def _noted(is_remarkable: bool, check: str, text: str, advice: str) -> Finding:
     return Finding(check, "note", text, advice) if is_remarkable else Finding(check, "ok", text)
-
-
-def _rope_theta(config: Any) -> float:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if parameters and all(isinstance(value, dict) for value in parameters.values()):
-        parameters = next(iter(parameters.values()))
-    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
 
 
 def _precision(binding: TargetBinding) -> Finding:

@@ -8,7 +8,7 @@ and for the same weights read in the other form, under conditions a server meets
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,11 +17,9 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from ..cache.grouped_attention import WatchedCache
-from ..config import MtpConfig
 from ..demo import Messages
-from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, read_text
-from .readings import OnStep, Replay, Subject, read_as, replay
+from .readings import OnStep, Replay, Subject, form_of, read_as, replay
 
 SINK_TOKENS = 4
 """First tokens of a prompt counted as its sink (StreamingLLM, arXiv 2309.17453, keeps four)."""
@@ -50,10 +48,6 @@ class DriftCurve:
         loses_sink = self.sink[0] >= SINK_SHARE and self.sink[-1] < 0.5 * self.sink[0]
         return self.feedback_norm[-1] > 1.5 or loses_sink
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {**asdict(self), "drifts": self.drifts}
-
 
 def _without_system(messages: Messages) -> Messages:
     return [message for message in messages if message["role"] != "system"]
@@ -66,16 +60,21 @@ def _behind_long_notes(messages: Messages) -> Messages:
     return [opening, {"role": "assistant", "content": "I have read them."}, *_without_system(messages)]
 
 
-CONDITIONS: dict[str, Callable[[Messages], Messages]] = {
-    "as it is": lambda messages: messages,
+def _without_marks(messages: Messages) -> str:
+    """As a client sends them that knows another template."""
+    turns = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
+    return "\n\n".join([*turns, "Assistant:"])
+
+
+CONDITIONS: dict[str, Callable[[Messages], Messages | str]] = {
+    "as it is": list,
     "system prompt added": lambda messages: [
         {"role": "system", "content": "You are a helpful assistant. Answer briefly."}, *_without_system(messages),
     ],
     "system prompt removed": _without_system,
     "long context": _behind_long_notes,
+    "another template": _without_marks,
 }  # fmt: skip
-OTHER_TEMPLATE = "another template"
-"""The same messages without the template's marks, as a client sends them that knows another template."""
 
 
 def probe_drift(
@@ -84,15 +83,15 @@ def probe_drift(
     """Curves of the drafter, and of the same weights with the feedback normed or not, under every condition."""
     turned = read_as(subject.drafter, {"norm_output": not subject.drafter.config.norm_output})
     forms = {form_of(subject.drafter): subject.drafter, f"{form_of(turned)} by the same weights": turned}
-    binding: Any = subject.drafter.binding
-    curves = []
+    binding, curves = subject.drafter.binding, []
+    generate: Any = binding.model.generate
     try:
         for condition, prompts in _prompts_by_condition(subject).items():
             usable: list[TargetText] = []
             for prompt in prompts:
-                kwargs = {"do_sample": False, "num_beams": 1, "max_new_tokens": new_tokens + depth}
-                ids = binding.model.generate(**prompt, **kwargs)[0].cpu()
-                text = read_text(binding, ids, prompt["input_ids"].shape[1], binding.aux_layers)
+                batch = {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt)[None]}
+                ids = generate(**batch, do_sample=False, num_beams=1, max_new_tokens=new_tokens + depth)[0].cpu()
+                text = read_text(binding, ids, len(prompt), binding.aux_layers)
                 on_step(f"drift, {condition}", len(usable), len(prompts))
                 usable += [text] if len(text.starts(depth)) else []
             for form, drafter in forms.items() if usable else ():
@@ -104,22 +103,14 @@ def probe_drift(
     return curves
 
 
-def _prompts_by_condition(subject: Subject) -> dict[str, list[dict[str, Tensor]]]:
-    """The conversations, encoded, under each condition that changes any of them."""
-    prompts = {}
-    before = [list(conversation) for conversation in subject.conversations]
-    for condition, change in CONDITIONS.items():
-        changed = [change(list(conversation)) for conversation in before]
-        if condition == "as it is" or changed != before:
-            prompts[condition] = [subject.encode(conversation) for conversation in changed]
-    if getattr(subject.tokenizer, "chat_template", None):
-        prompts[OTHER_TEMPLATE] = []
-        for conversation in before:
-            turns = [f"{message['role'].capitalize()}: {message['content']}" for message in conversation]
-            ids = subject.tokenizer("\n\n".join([*turns, "Assistant:"]), return_tensors="pt")["input_ids"]
-            ids = ids.to(subject.drafter.binding.input_device)
-            prompts[OTHER_TEMPLATE].append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    return prompts
+def _prompts_by_condition(subject: Subject) -> dict[str, list[Tensor]]:
+    """The conversations as ids `(T,)`, under each condition that changes any of them."""
+    changed = {name: [change(each) for each in subject.conversations] for name, change in CONDITIONS.items()}
+    return {
+        name: list(map(subject.encode, conversations))
+        for name, conversations in changed.items()
+        if name == "as it is" or conversations != changed["as it is"]
+    }
 
 
 def curve_of(replays: Sequence[Replay], shares: Sequence[Tensor], *, form: str, condition: str) -> DriftCurve:
@@ -157,10 +148,3 @@ class ObservedCache(WatchedCache):
         mean = scores.softmax(-1).mean(1)[0]
         parts = mean[:, :SINK_TOKENS].sum(1), mean[:, self._of_text :].sum(1)
         self._by_depth[-1][layer_idx] = torch.stack(parts, 1)
-
-
-def form_of(drafter: Eagle31Drafter) -> str:
-    """What people call it."""
-    if isinstance(drafter.config, MtpConfig):
-        return "MTP head"
-    return "EAGLE 3.1" if drafter.config.is_eagle31 else "EAGLE-3" if not drafter.config.norm_output else "post-norm"

@@ -37,7 +37,7 @@ def plot_bench(result: BenchResult, path: Path, *, title: str, footer: str) -> N
     Raises:
         ConfigurationError: matplotlib is not installed, or the picture cannot be written.
     """
-    shown = [each for each in result.with_rows(min(result.measured.settings.rows)) if each.method.drafts]
+    shown = [each for each in result.with_rows(min(result.settings.rows)) if each.method.drafts]
     kinds = list(dict.fromkeys(kind for each in shown for kind in each.by_kind))
     height = max(2.6, 0.8 + 0.3 * len(kinds) * len(shown))
     figure = _new_figure(6.4, height + 4.6)

@@ -24,6 +24,7 @@ from ..config import Eagle31Config, MtpConfig
 from ..demo import Messages
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, drafts_along, rows_of_ids
+from ..texts.chats import encode_chat
 
 OnStep = Callable[[str, int, int], None]
 """Called between measurements with what is measured, how many of it are done, and of how many."""
@@ -35,16 +36,25 @@ STANDARD_ERRORS = 3.0
 class Subject:
     """An attached drafter, its target's tokenizer, and chats to examine them with.
 
-    Attributes:
-        encode: a conversation to `input_ids` and `attention_mask` `(1, L)` on the target's device.
-        folder: of the drafter's files, where its training report may lie; `None` if it is not a folder.
+    `folder` is where the drafter's files lie, perhaps with its training report; `None` if that is no folder.
     """
 
     drafter: Eagle31Drafter
     tokenizer: Any
     conversations: Sequence[Messages]
-    encode: Callable[[Messages], dict[str, Tensor]]
     folder: Path | None = None
+
+    def encode(self, prompt: Messages | str) -> Tensor:
+        """Ids `(T,)` of a chat, or of a text as it stands, on the target's device."""
+        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else encode_chat(self.tokenizer, prompt)
+        return torch.tensor(ids, device=self.drafter.binding.input_device)
+
+
+def form_of(drafter: Eagle31Drafter) -> str:
+    """What people call it."""
+    if isinstance(drafter.config, MtpConfig):
+        return "MTP head"
+    return "EAGLE 3.1" if drafter.config.is_eagle31 else "EAGLE-3" if not drafter.config.norm_output else "post-norm"
 
 
 @dataclass(frozen=True)

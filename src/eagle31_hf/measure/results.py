@@ -1,4 +1,4 @@
-"""What measured calls say: exactness first, then speeds, acceptance, waiting, memory and price.
+"""What is measured, and what it says: exactness first, then speeds, acceptance, waiting, memory and price.
 
 Speeds are tokens over seconds, all prompts of a repeat together; ratios are formed within a repeat, and their median
 counts.
@@ -6,16 +6,182 @@ counts.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from statistics import median, quantiles
 from typing import Any
 
-from ..stats import Acceptance
-from .bench import PLAIN, Call, Measured, Method
+from torch import Tensor
+
+from ..errors import ConfigurationError, count
+from ..sampling.logits_processing import sampling_options
+from ..stats import Acceptance, SpeculationStats
+from ..texts.prompts import Prompt
 from .exactness import Kind, Verdict
+
+FEWEST_NEW_TOKENS = 3
+"""Speculation begins with the third token."""
+
+
+class Writer(Enum):
+    """What writes a text."""
+
+    GENERATE = "plain generate"
+    NO_DRAFTS = "without drafts"  # our loop, one token a pass
+    LOOKUP = "lookups"  # our loop, drafts looked up in the text
+    DRAFTER = "drafter"  # our loop as the drafter's settings say
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to write: what writes, and whether its passes are graphs (`None`: as the assistant's settings say)."""
+
+    writer: Writer
+    by_graphs: bool | None = False
+
+    @property
+    def name(self) -> str:
+        return self.writer.value + ", by graphs" * bool(self.by_graphs)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it is more than plain decoding."""
+        return self.writer in (Writer.LOOKUP, Writer.DRAFTER)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Settings of the assistant while it writes."""
+        settings: dict[str, Any] = {}
+        if self.by_graphs is not None:
+            settings["acceleration"] = "compile" if self.by_graphs else "eager"
+        if self.writer is Writer.NO_DRAFTS:
+            settings["num_assistant_tokens_schedule"] = "constant"
+        return settings
+
+
+PLAIN = Method(Writer.GENERATE)
+PLAIN_BY_GRAPHS = Method(Writer.NO_DRAFTS, by_graphs=True)
+
+
+def all_methods(*, by_graphs: bool, with_drafter: bool = True) -> tuple[Method, ...]:
+    """Plain `generate` first, then our loop, and again by graphs."""
+    writers = [Writer.NO_DRAFTS, Writer.LOOKUP, *([Writer.DRAFTER] if with_drafter else [])]
+    graphs = (False, True) if by_graphs else (False,)
+    return PLAIN, *(Method(writer, each) for each in graphs for writer in writers)
+
+
+def pair_methods(*, by_graphs: bool) -> tuple[Method, ...]:
+    """Plain decoding and the drafter, each without and with graphs: what `demo` and `generate` show."""
+    drafter = Method(Writer.DRAFTER)
+    return (PLAIN, PLAIN_BY_GRAPHS, drafter, Method(Writer.DRAFTER, by_graphs=True)) if by_graphs else (PLAIN, drafter)
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What to measure.
+
+    Attributes:
+        methods: plain `generate` among them.
+        new_tokens: most tokens of an answer.
+        temperature: 0 is greedy.
+        rows: how many prompts are written together, one setting after the other.
+        repeats: passes over all prompts.
+        seed: the first turn's; the others' follow from it.
+        minutes: no further turn is begun after so long, compiling and warming up aside; `None`: all are measured.
+        sampling: further keyword arguments of `generate`; what is left out is as the target's generation config says.
+    """
+
+    methods: tuple[Method, ...] = all_methods(by_graphs=False)
+    new_tokens: int = 128
+    temperature: float = 0.0
+    rows: tuple[int, ...] = (1,)
+    repeats: int = 3
+    seed: int = 0
+    minutes: float | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise a `ConfigurationError` naming the first field that makes no sense."""
+        if self.repeats < 1 or min(self.rows, default=0) < 1:
+            raise ConfigurationError(f"got {self.repeats} repeats of {list(self.rows)} rows; wanted at least 1 of each")
+        if self.new_tokens < FEWEST_NEW_TOKENS:
+            raise ConfigurationError(
+                f"got new_tokens={self.new_tokens}; speculation begins with the third token: pass at least 3"
+            )
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ConfigurationError(f"got temperature {self.temperature}; wanted 0 (greedy) or a positive number")
+        if PLAIN not in self.methods:
+            raise ConfigurationError(f"the methods lack {PLAIN.name!r}, which all others are compared with; add it")
+
+    def to_generate(self) -> dict[str, Any]:
+        """Keyword arguments of `generate`, its length aside."""
+        return {**sampling_options(self.temperature), **self.sampling}
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt and its ids `(T,)`, on the target's device."""
+
+    prompt: Prompt
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Tasks of one kind that each method writes together, a row each; the how manieth, in which repeat."""
+
+    repeat: int
+    index: int
+    kind: str
+    tasks: tuple[Task, ...]
+    seed: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.tasks)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One `generate` call of one method.
+
+    Attributes:
+        answers: new tokens of each row, up to and with its end.
+        seconds: of the whole call; `first_token_s` until the first token was handed out.
+        gaps_s: seconds between two times that tokens were handed out; of one row alone.
+        stats: of our loop; `None` for plain `generate`.
+        peak_bytes: most memory of the call, weights included, where the machine tells.
+        verdicts: one per row.
+    """
+
+    method: Method
+    turn: Turn
+    answers: list[list[int]]
+    seconds: float
+    first_token_s: float
+    gaps_s: tuple[float, ...] = ()
+    stats: SpeculationStats | None = None
+    peak_bytes: int | None = None
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+    @property
+    def prompts(self) -> list[str]:
+        """Ids of the rows' prompts."""
+        return [task.prompt.id for task in self.turn.tasks]
+
+
+# --- what it says -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,8 +213,8 @@ class MethodResult:
     @property
     def refusal(self) -> str:
         """Why there is no speedup to tell; empty if there is one."""
-        wrong = self.verdicts[Kind.DIFFERENT]
-        return f"{wrong} of {self.verdicts.total()} answers are not the target's own, beyond ties" if wrong else ""
+        wrong, answers = self.verdicts[Kind.DIFFERENT], count(self.verdicts.total(), "answer")
+        return f"not the target's own, beyond ties: {wrong} of {answers}" if wrong else ""
 
     @property
     def differences(self) -> dict[str, Verdict]:
@@ -113,7 +279,7 @@ class MethodResult:
     @cached_property
     def by_kind(self) -> dict[str, MethodResult]:
         """The same for each kind of prompt."""
-        kinds = dict.fromkeys(call.kind for call in self.calls)
+        kinds = dict.fromkeys(call.turn.kind for call in self.calls)
         return {kind: replace(self, calls=_of(self.calls, kind), plain=_of(self.plain, kind)) for kind in kinds}
 
     def to_dict(self, price_per_hour: float | None = None) -> dict[str, Any]:
@@ -146,12 +312,34 @@ class MethodResult:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class BenchResult:
-    """All methods with each number of rows, in the order they were measured."""
+    """All calls of a run, and what they say of all methods.
 
-    measured: Measured
-    methods: tuple[MethodResult, ...]
+    Attributes:
+        turns, of: how many turns were measured before the time was up, and of how many.
+        left_out: methods that could not run, and why.
+        graphs, graphs_s: how many graphs were compiled and kept before anything counted, and the seconds it took.
+    """
+
+    settings: BenchSettings
+    calls: list[Call] = field(default_factory=list)
+    turns: int = 0
+    of: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
+    graphs: int = 0
+    graphs_s: float = 0.0
+
+    @cached_property
+    def methods(self) -> list[MethodResult]:
+        """With each number of rows, in the order they were measured."""
+        grouped: dict[tuple[int, Method], list[Call]] = {}
+        for call in self.calls:
+            grouped.setdefault((call.turn.rows, call.method), []).append(call)
+        return [
+            MethodResult(method, rows, tuple(calls), tuple(grouped[rows, PLAIN]))
+            for (rows, method), calls in grouped.items()
+        ]
 
     def with_rows(self, rows: int) -> list[MethodResult]:
         return [result for result in self.methods if result.rows == rows]
@@ -160,33 +348,25 @@ class BenchResult:
     def is_exact(self) -> bool:
         return not any(result.refusal for result in self.methods)
 
+    @property
+    def num_prompts(self) -> int:
+        """Of those that were written in time."""
+        return len({prompt for call in self.calls for prompt in call.prompts})
+
     def to_dict(self, price_per_hour: float | None = None) -> dict[str, Any]:
         """JSON-ready."""
-        settings, measured = self.measured.settings, self.measured
         return {
-            "settings": {**vars(settings), "methods": [method.name for method in settings.methods]},
-            "prompts": len({prompt for call in measured.calls for prompt in call.prompts}),
+            "settings": {**vars(self.settings), "methods": [method.name for method in self.settings.methods]},
+            "prompts": self.num_prompts,
             "same_text": self.is_exact,
             "methods": [result.to_dict(price_per_hour) for result in self.methods],
-            "left_out": measured.left_out,
-            "compiled": {"graphs": measured.graphs, "seconds": measured.graphs_s},
+            "left_out": self.left_out,
+            "compiled": {"graphs": self.graphs, "seconds": self.graphs_s},
         }
 
 
-def summarise(measured: Measured) -> BenchResult:
-    """Figures of all calls."""
-    grouped: dict[tuple[int, Method], list[Call]] = {}
-    for call in measured.calls:
-        grouped.setdefault((call.rows, call.method), []).append(call)
-    results = [
-        MethodResult(method, rows, tuple(calls), tuple(grouped[rows, PLAIN]))
-        for (rows, method), calls in grouped.items()
-    ]
-    return BenchResult(measured, tuple(results))
-
-
 def _of(calls: Iterable[Call], kind: str) -> tuple[Call, ...]:
-    return tuple(call for call in calls if call.kind == kind)
+    return tuple(call for call in calls if call.turn.kind == kind)
 
 
 def _speeds(calls: Iterable[Call]) -> dict[int, float]:
@@ -194,8 +374,9 @@ def _speeds(calls: Iterable[Call]) -> dict[int, float]:
     tokens: dict[int, int] = {}
     seconds: dict[int, float] = {}
     for call in calls:
-        tokens[call.repeat] = tokens.get(call.repeat, 0) + call.new_tokens
-        seconds[call.repeat] = seconds.get(call.repeat, 0.0) + call.seconds
+        repeat = call.turn.repeat
+        tokens[repeat] = tokens.get(repeat, 0) + call.new_tokens
+        seconds[repeat] = seconds.get(repeat, 0.0) + call.seconds
     return {repeat: tokens[repeat] / seconds[repeat] for repeat in tokens}
 
 

@@ -10,8 +10,10 @@ from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import count
+from ..stats import USELESS_LENGTH
 from .exactness import Kind, Verdict
-from .results import BenchResult, MethodResult
+from .results import BenchResult, MethodResult, Writer
 
 REFUSED = "refused"
 """In place of a speedup that may not be told."""
@@ -113,12 +115,12 @@ def kind_table(results: Sequence[MethodResult], caption: str = "") -> Table:
 
 def bench_parts(result: BenchResult, price_per_hour: float | None = None) -> Iterator[Table | Text]:
     """Everything that `eagle31 bench` shows."""
-    settings = result.measured.settings
+    settings = result.settings
     yield Text(verdict_line(result), style="bold" if result.is_exact else "bold red")
     sampling = f"temperature {settings.temperature:g}" if settings.temperature else "greedy"
     for rows in dict.fromkeys(settings.rows):
         results = result.with_rows(rows)
-        where = f"{sampling}, {rows} row{'' if rows == 1 else 's'}"
+        where = f"{sampling}, {count(rows, 'row')}"
         yield speed_table(results, where)
         yield cost_table(results, price_per_hour, f"{where}: ms until the first token and between tokens, memory")
         if len(results[0].by_kind) > 1:
@@ -128,19 +130,26 @@ def bench_parts(result: BenchResult, price_per_hour: float | None = None) -> Ite
 
 def bench_notes(result: BenchResult) -> Iterator[Text]:
     """What tables cannot say: ties and errors, what was left out, steps down."""
-    measured = result.measured
     lines = []
-    if measured.turns < measured.of:
-        lines.append(f"Stopped after {measured.settings.minutes:g} min: {measured.turns} of {measured.of} turns.")
-    lines += [f"Left out: {name}: {why}." for name, why in measured.left_out.items()]
-    if measured.graphs:
-        lines.append(f"{measured.graphs} graphs were compiled in {measured.graphs_s:.0f} s and kept.")
+    if result.turns < result.of:
+        lines.append(f"Stopped after {result.settings.minutes:g} min: {result.turns} of {result.of} turns.")
+    lines += [f"Left out: {name}: {why}." for name, why in result.left_out.items()]
+    if result.graphs:
+        lines.append(f"{result.graphs} graphs were compiled in {result.graphs_s:.0f} s and kept.")
     for each in result.methods:
         lines += _difference_lines(each)
         lines += [f"{each.method.name}: served by {loop}." for loop in each.served_by]
         if each.method.drafts and each.speedup is not None and each.speedup.median < 1:
-            lines.append(f"{each.method.name}: slower than plain; try graphs (eagle31 warmup) or fewer --draft-tokens.")
+            lines.append(f"{each.method.name}: slower than plain; {_what_may_help(each)}.")
     yield from (Text(line, style="dim") for line in lines)
+
+
+def _what_may_help(result: MethodResult) -> str:
+    """Where drafts make a text slower."""
+    length = result.tokens_per_pass
+    if result.method.writer is Writer.DRAFTER and length is not None and length < USELESS_LENGTH:
+        return f"{length:.2f} tokens a pass are too few: train it on (eagle31 train --drafter)"
+    return f"try {'' if result.method.by_graphs else 'graphs (eagle31 warmup) or '}fewer --draft-tokens"
 
 
 def _difference_lines(result: MethodResult) -> Iterator[str]:
