@@ -134,7 +134,6 @@ def test_added_tokens_have_the_targets_rows() -> None:
         logits = drafter.draft_logits(torch.randn(1, 2, 64))
         assert logits.shape[-1] == drafter.config.draft_vocab_size
         row_of = rows_of_ids(drafter)
-        assert row_of is not None
         assert row_of.shape == (VOCABULARY + 3,)
         assert (row_of[VOCABULARY:] == -1).all()
 

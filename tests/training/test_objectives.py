@@ -77,7 +77,7 @@ def test_answers_keep_the_temperature_they_were_written_at(tmp_path: Any) -> Non
     how = writing(temperature=(0.0, 0.8))
     written = regenerate(chats, target, tokenizer, tmp_path / "answers.jsonl", how)
     assert {row.answer_temperature for row in written} == {0.0, 0.8}
-    for row, found in zip(written, render_documents(written, tokenizer, max_length=64).documents, strict=True):
+    for row, found in zip(written, render_documents(written, tokenizer, max_length=64)[0], strict=True):
         assert found.temperature == row.answer_temperature
         assert found.input_ids[found.written_from :] == list(row.answer_ids)
 

@@ -147,7 +147,7 @@ def test_self_written_and_given_prompts_are_learned_from_together(tmp_path: Path
     log = io.StringIO()
     run = run_of(told, target, tokenizer, log)
     documents, prompts = run.read_texts()
-    ids = {document.id for document in documents.documents}
+    ids = {document.id for document in documents}
     assert len(ids) + len(prompts) == 15
     assert any(name.startswith("self-") for name in ids)
     assert any(name.startswith("r") for name in ids)

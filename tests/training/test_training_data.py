@@ -146,7 +146,7 @@ def test_a_turn_learned_apart_is_a_document_that_ends_with_it(templated: Any, an
     (whole, _), (apart, _) = render_turns(templated, conversation)
     assert "first thought" not in templated.decode(whole), "the conversation as it is served"
     assert templated.decode(apart).endswith("first thought</think>Two.<|end|>")
-    documents = render_documents([conversation], templated, max_length=200).documents
+    documents, _ = render_documents([conversation], templated, max_length=200)
     assert [document.id for document in documents] == ["row-7", "row-7, rewritten turn 1"]
     assert [document.written_from is not None for document in documents] == [answered, False]
 
@@ -158,7 +158,8 @@ def test_all_is_learned_but_turns_of_weight_0(templated: Any) -> None:
     assert text.endswith(LATER)
     assert "Two." not in text
     without = replace(conversation, messages=conversation.messages[:2])
-    (document,) = render_documents([conversation, without], templated, max_length=200).documents
+    (document,), counts = render_documents([conversation, without], templated, max_length=200)
+    assert counts["without anything to learn"] == 1
     assert document.id == "row-7", "the other row has nothing to learn from"
 
 
@@ -213,12 +214,12 @@ def test_templates_and_rows_without_an_assistant_are_named(
 def test_long_conversations_are_counted(tokenizer: Any) -> None:
     rows = [chat(), Conversation("short", "sums", tuple(CHAT[:2]))]
     length = len(render_turns(tokenizer, rows[1])[0][0])
-    cut = render_documents(rows, tokenizer, max_length=length)
-    assert (cut.truncated, [len(d.input_ids) for d in cut.documents]) == (1, [length, length])
+    documents, counts = render_documents(rows, tokenizer, max_length=length)
+    assert (counts["truncated"], [len(each.input_ids) for each in documents]) == (1, [length, length])
     with pytest.raises(TrainingError, match="no document is left"):
         render_documents(rows, tokenizer, max_length=4)
-    everything = render_documents(rows, tokenizer, max_length=length, learns_all=True)
-    assert everything.supervised_tokens == everything.tokens
+    everything, _ = render_documents(rows, tokenizer, max_length=length, learns_all=True)
+    assert all(all(each.loss_mask) for each in everything)
 
 
 def test_evaluation_prompts_end_with_an_early_user_message(tokenizer: Any) -> None:
@@ -260,8 +261,8 @@ def test_a_base_model_learns_from_either_kind_of_row(
         regenerate=regenerate_turns, temperature=(0.0,),
     )  # fmt: skip
     documents, prompts = run_of(told, target, templated).read_texts()
-    assert (len(documents.documents), len(prompts)) == (5, 1)
-    assert documents.supervised_tokens > 0
+    assert (len(documents), len(prompts)) == (5, 1)
+    assert any(any(document.loss_mask) for document in documents)
 
 
 @with_template("thinker")
@@ -275,7 +276,7 @@ def test_what_was_left_out_or_learned_apart_is_said(tmp_path: Path, target: Any,
     documents, _ = run_of(told, target, templated, said).read_texts()
     assert f"1 without any text left out, the first: {rows}, row 2" in " ".join(said.getvalue().split())
     assert "4 conversations and 4 turns that the template rewrites later" in said.getvalue(), said.getvalue()
-    assert len(documents.documents) == 8
+    assert len(documents) == 8
 
 
 # --- vocabulary -------------------------------------------------------------------------------------------------------

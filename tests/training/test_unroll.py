@@ -82,7 +82,7 @@ def test_hits_are_the_targets_likeliest_tokens(target) -> None:
     features = compute_features(drafter.binding, batch.input_ids, batch.position_ids)
     rows = answering(batch, batch.loss_mask[:, 1:]).flatten().nonzero().squeeze(1)
     logits = features.logits.flatten(0, 1)
-    teacher = make_teacher(logits, rows, drafter.draft_ids)
+    teacher = make_teacher(drafter, logits, rows)
     likeliest, learned = logits[rows].argmax(-1), teacher.best >= 0
     assert torch.equal(learned, torch.isin(likeliest, drafter.draft_ids))
     assert torch.equal(drafter.draft_ids[teacher.best[learned]], likeliest[learned])
@@ -91,9 +91,9 @@ def test_hits_are_the_targets_likeliest_tokens(target) -> None:
     hits = drafter.draft_logits(first).argmax(-1) == teacher.best
     found = DistillationModel(drafter, steps=1)(**vars(batch))
     assert (found.correct.tolist(), found.counts.tolist()) == ([int(hits.sum())], [int(learned.sum())])
-    unsorted = drafter.draft_ids.flip(0)  # a published mapping need not ascend
-    flipped = make_teacher(logits, rows, unsorted).best[learned]
-    assert torch.equal(flipped, len(unsorted) - 1 - teacher.best[learned])
+    drafter._draft_ids = drafter.draft_ids.flip(0)  # a published mapping need not ascend
+    flipped = make_teacher(drafter, logits, rows).best[learned]
+    assert torch.equal(flipped, len(drafter.draft_ids) - 1 - teacher.best[learned])
 
 
 def test_the_loss_is_its_formula() -> None:

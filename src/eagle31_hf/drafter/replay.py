@@ -113,10 +113,9 @@ def _mask(seen: Tensor, positions: Tensor, key_positions: Tensor, window: int | 
     return mask.masked_fill(~seen, torch.finfo(dtype).min)[None, None]
 
 
-def rows_of_ids(drafter: Eagle31Drafter) -> Tensor | None:
-    """`(V,)` row of the draft head of each target id, -1 where there is none; `None` if the vocabularies are one."""
+def rows_of_ids(drafter: Eagle31Drafter) -> Tensor:
+    """`(V,)` row of the draft head of each target id, -1 where there is none."""
+    every = torch.arange(drafter.vocabulary, device=drafter.fc.weight.device)
     if drafter.draft_ids is None:
-        return None
-    rows = drafter.draft_ids.new_full((drafter.vocabulary,), -1)
-    rows[drafter.draft_ids] = torch.arange(len(drafter.draft_ids), device=rows.device)
-    return rows
+        return every
+    return torch.full_like(every, -1).index_copy(0, drafter.draft_ids, every[: len(drafter.draft_ids)])

@@ -91,7 +91,7 @@ def replay(drafter: Eagle31Drafter, text: TargetText, *, depth: int, cache: Cach
     drafted, right, log_probs, norms = [], [], [], []
     still_right = torch.ones_like(starts, dtype=torch.bool)
     for draft in drafts_along(drafter, text, starts, depth, cache):
-        wanted = draft.truth if row_of is None else row_of[draft.truth]
+        wanted = row_of[draft.truth]
         scores = draft.logits.float().log_softmax(-1)  # (S, Vd)
         drafted.append(scores.argmax(-1))
         still_right = still_right & (drafted[-1] == wanted)

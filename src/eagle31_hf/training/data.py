@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -36,33 +37,13 @@ class Document:
     temperature: float | None = None  # what it wrote with; `None` if that is not known
 
 
-@dataclass(frozen=True)
-class Documents:
-    """Rendered conversations and what became of the long ones."""
-
-    documents: list[Document]  # what is left to train on
-    truncated: int = 0  # how many were longer than the limit; their end is left out
-    unsupervised: int = 0  # how many lost every supervised token by truncation, or had none; they are left out
-    rewritten: int = 0  # how many of the documents hold a turn that the template shows otherwise later on
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in all documents."""
-        return sum(len(document.input_ids) for document in self.documents)
-
-    @property
-    def supervised_tokens(self) -> int:
-        """Tokens the drafter learns from."""
-        return sum(sum(document.loss_mask) for document in self.documents)
-
-
 def render_documents(
     conversations: Iterable[Conversation],
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int,
     learns_all: bool = False,
-) -> Documents:
+) -> tuple[list[Document], Counter[str]]:
     """Render conversations to documents of at most `max_length` tokens; the end of longer ones is left out.
 
     Where the template shows an earlier turn otherwise than it was written (reasoning left out), that turn is learned
@@ -71,28 +52,33 @@ def render_documents(
     Args:
         learns_all: every token is learned, not only what the assistant wrote: a drafter for a small target has too few
             of these.
+
+    Returns:
+        What is left to train on, and how many documents are "truncated" or, "rewritten" later, of their own, and how
+        many were left out "without anything to learn".
     """
     kept: list[Document] = []
-    truncated = unsupervised = rewritten = 0
+    counts: Counter[str] = Counter()
     for conversation in conversations:
         answer = len(conversation.answer_ids)
         for number, (ids, mask) in enumerate(render_turns(tokenizer, conversation, learns_all=learns_all)):
-            truncated += len(ids) > max_length
+            counts["truncated"] += len(ids) > max_length
             written_from = len(ids) - answer if answer and not number else None
             ids, mask = ids[:max_length], mask[:max_length]
             if not any(mask[2:]):  # the first two tokens of a document cannot be drafted
-                unsupervised += 1
+                counts["without anything to learn"] += 1
                 continue
             name = f"{conversation.id}, rewritten turn {number}" if number else conversation.id
-            rewritten += number > 0
+            counts["rewritten"] += number > 0
             temperature = None if number else conversation.answer_temperature
             kept.append(Document(name, ids, mask, written_from, temperature))
     if not kept:
+        empty = counts["without anything to learn"]
         raise TrainingError(
-            f"no document is left to train on ({unsupervised} without anything to learn within {max_length} tokens); "
-            "raise the limit or regenerate the assistant turns"
+            f"no document is left to train on ({empty} without anything to learn within {max_length} tokens); raise "
+            "the limit or regenerate the assistant turns"
         )
-    return Documents(kept, truncated, unsupervised, rewritten)
+    return kept, counts
 
 
 def render_turns(

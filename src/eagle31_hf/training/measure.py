@@ -241,7 +241,7 @@ def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, d
     noise = None if known.noise is None else known.noise().to(drafter.device)
     right, sure = [], []
     for step, draft in enumerate(drafts_along(drafter, text, starts, depth)):
-        wanted = draft.truth if row_of is None else row_of[draft.truth]
+        wanted = row_of[draft.truth]
         scores = texts.warping(draft.logits)
         if noise is not None:  # of y_1, y_2, ...; behind the text's end, where nothing is kept, the last
             own = noise[torch.arange(1 + step, 1 + step + count).clamp(max=len(noise) - 1)]

@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from ..drafter.drafter import Eagle31Drafter
+from ..drafter.replay import rows_of_ids
 from ..errors import ConfigurationError
 from ..sampling.draw import argmax
 from ..targets.binding import TargetBinding
@@ -142,32 +143,19 @@ def answering(batch: PackedBatch, learned: Tensor) -> Tensor:
     return here
 
 
-def make_teacher(target_logits: Tensor, rows: Tensor, draft_ids: Tensor | None) -> Teacher:
-    """Teacher for `rows (M,)` of flat target logits `(B*T, V)`.
-
-    Args:
-        draft_ids: `(Vd,)` target ids of the draft vocabulary; `None` if it is the target's.
-    """
-    log_probs, best = [], []
+def make_teacher(drafter: Eagle31Drafter, target_logits: Tensor, rows: Tensor) -> Teacher:
+    """What `drafter` is taught by `rows (M,)` of flat target logits `(B*T, V)`."""
+    row_of, log_probs, best = rows_of_ids(drafter), [], []
     for block in rows.split(rows_at_once(target_logits)):
         logits = target_logits[block].float()
-        best.append(draft_rows(argmax(logits), draft_ids, logits.shape[-1]))
-        log_probs.append(of_drafts(logits.log_softmax(-1), draft_ids))
+        best.append(row_of[argmax(logits)])
+        log_probs.append(of_drafts(logits.log_softmax(-1), drafter.draft_ids))
     return Teacher(rows, torch.cat(log_probs), torch.cat(best))
 
 
 def of_drafts(values: Tensor, draft_ids: Tensor | None) -> Tensor:
     """Those `(N, Vd)` of the tokens that can be drafted, of `values (N, V)`."""
     return values if draft_ids is None else values.index_select(1, draft_ids)
-
-
-def draft_rows(tokens: Tensor, draft_ids: Tensor | None, vocabulary: int) -> Tensor:
-    """Rows of the draft head of target ids `tokens`, -1 where there is none."""
-    if draft_ids is None:
-        return tokens
-    row_of = draft_ids.new_full((vocabulary,), -1)
-    row_of[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
-    return row_of[tokens]
 
 
 # --- what the drafter makes of it -------------------------------------------------------------------------------------
@@ -275,7 +263,7 @@ class DistillationModel(nn.Module):
 
     def teach(self, batch: PackedBatch, target_logits: Tensor, rows: Tensor) -> Teacher:
         """Teacher for those of the flat positions `rows (M,)` that a token loss is of; the others would cost a head."""
-        teacher = make_teacher(target_logits, rows, self.drafter.draft_ids)
+        teacher = make_teacher(self.drafter, target_logits, rows)
         learned = (teacher.best >= 0).nonzero().squeeze(1)
         return teacher if len(learned) == len(rows) else Teacher(*(each[learned] for each in vars(teacher).values()))
 
@@ -338,14 +326,13 @@ class AcceptanceModel(DistillationModel):
 
     def teach(self, batch: PackedBatch, target_logits: Tensor, rows: Tensor) -> Teacher:
         """With the tokens that were written, and the distributions they were drawn from."""
-        draft_ids = self.drafter.draft_ids
-        teacher = make_teacher(target_logits, rows, draft_ids)
+        teacher = make_teacher(self.drafter, target_logits, rows)
         sampled, served = tuple(sampled_at(batch.written_at.flatten()[rows])), torch.zeros_like(teacher.log_probs)
         for each, these in sampled:
             for block in these.split(rows_at_once(target_logits)):
                 scores = target_logits[rows[block]].float()
-                served[block] = of_drafts(self.warping_at(each)(scores).softmax(-1), draft_ids)
-        token = draft_rows(batch.input_ids.flatten()[rows + 1], draft_ids, target_logits.shape[-1])
+                served[block] = of_drafts(self.warping_at(each)(scores).softmax(-1), self.drafter.draft_ids)
+        token = rows_of_ids(self.drafter)[batch.input_ids.flatten()[rows + 1]]
         return WrittenTeacher(**vars(teacher), sampled=sampled, token=token, served=served)
 
     def judge(self, states: Tensor, inside: Tensor, teacher: Teacher) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from rich.console import Console
+from torch import Tensor
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
@@ -34,7 +35,7 @@ from ..errors import TrainingError, count
 from ..targets.devices import quick_dtype
 from ..texts.conversations import read_conversations
 from ..texts.rows import Conversation
-from .data import Document, Documents, PackedDocuments, build_vocabulary, count_supervised, render_documents
+from .data import Document, PackedDocuments, build_vocabulary, count_supervised, render_documents
 from .data import coverage as share_covered
 from .measure import EvaluationPrompt, KnownTexts, evaluation_prompts, served_processing, write_texts
 from .objectives import AcceptanceModel, DistillationModel, require_stage_two
@@ -150,8 +151,10 @@ class Run:
         settings = self.settings
         drafter = make_drafter(settings, self.target)  # before hours of writing: what does not fit shall not cost that
         documents, prompts = self.read_texts()
-        coverage = self._cover(drafter, documents.documents)
-        dataset = PackedDocuments(documents.documents, settings.max_length, seed=settings.seed)
+        counts = count_supervised(documents, self.target.config.get_text_config().vocab_size)
+        if settings.drafter is None:
+            set_vocabulary(drafter, self.target, build_vocabulary(counts, settings.draft_vocab_size))
+        dataset = PackedDocuments(documents, settings.max_length, seed=settings.seed)
         steps = self._steps_by_settings(len(dataset))
         earlier = read_report(settings.out) if settings.resume else None
         if earlier is not None and earlier.stages[0].name == self.stage and steps is not None:
@@ -160,16 +163,13 @@ class Run:
                 return earlier
             say(self.console, f"going on  from the {earlier.plan.steps:,} steps of an earlier run")
         if settings.stage == "2":
-            require_stage_two(self.target, documents.documents, settings.temperature)
+            require_stage_two(self.target, documents, settings.temperature)
         model = OBJECTIVES[settings.stage](
             drafter, steps=settings.ttt_steps, gradient_checkpointing=settings.gradient_checkpointing
         )
         known = self._known_texts(drafter, prompts)
         with self.console.status("timing a step and a measurement"):
-            plan = self._plan(model, dataset, documents, coverage, known, len(prompts))
-            if steps is None:
-                steps = self._steps_in_time(plan)
-            plan = self._with_steps(plan, steps)
+            plan = self._plan(model, dataset, counts, known, len(prompts), steps)
         say(self.console, str(plan))
         report = TrainingReport(settings.out, plan, (self._train(model, dataset, known, plan),))
         self._write(drafter, report)
@@ -185,7 +185,7 @@ class Run:
 
     # --- texts ---------------------------------------------------------------------------------------------------
 
-    def read_texts(self) -> tuple[Documents, list[EvaluationPrompt]]:
+    def read_texts(self) -> tuple[list[Document], list[EvaluationPrompt]]:
         """Documents to train on and prompts to measure on; says what was left out and why."""
         settings = self.settings
         conversations = self._read_prompts()
@@ -195,18 +195,16 @@ class Run:
             held_out, conversations = split_rows(conversations, settings.seed)
         prompts = evaluation_prompts(held_out, self.tokenizer)
         written = self._regenerate(conversations)
-        documents = render_documents(
+        documents, counts = render_documents(
             written, self.tokenizer, max_length=settings.max_length, learns_all=is_small(self.target)
         )
-        left_out = {
-            "truncated": documents.truncated,
-            "without anything to learn": documents.unsupervised,
-            "with a context too long to answer": len(conversations) - len(written),
-        }
-        reasons = ", ".join(f"{number:,} {what}" for what, number in left_out.items() if number)
-        rewritten = f" and {count(documents.rewritten, 'turn')} that the template rewrites later"
-        read = count(len(documents.documents) - documents.rewritten, "conversation")
-        read += (rewritten if documents.rewritten else "") + (f" ({reasons})" if reasons else "")
+        rewritten = counts.pop("rewritten", 0)
+        counts["with a context too long to answer"] = len(conversations) - len(written)
+        read = count(len(documents) - rewritten, "conversation")
+        if rewritten:
+            read += f" and {count(rewritten, 'turn')} that the template rewrites later"
+        if counts.total():
+            read += f" ({', '.join(f'{number:,} {what}' for what, number in counts.items() if number)})"
         say(self.console, f"text      {read}, {len(held_out):,} to measure on")
         return documents, prompts
 
@@ -256,13 +254,6 @@ class Run:
         by_key = {conversation.key: conversation for conversation in gather_object(written)}
         return [by_key[conversation.key] for conversation in conversations if conversation.key in by_key]
 
-    def _cover(self, drafter: Eagle31Drafter, documents: list[Document]) -> float:
-        """Share of the supervised tokens that can be drafted; a fresh drafter's vocabulary is chosen by them."""
-        counts = count_supervised(documents, self.target.config.get_text_config().vocab_size)
-        if self.settings.drafter is None:
-            set_vocabulary(drafter, self.target, build_vocabulary(counts, self.settings.draft_vocab_size))
-        return share_covered(counts, drafter.draft_ids)
-
     def _known_texts(self, drafter: Eagle31Drafter, prompts: list[EvaluationPrompt]) -> list[KnownTexts]:
         """This process's share of the texts by which drafters are measured: greedy ones, and of what is served."""
         processes = self.processes
@@ -288,20 +279,25 @@ class Run:
         self,
         model: DistillationModel,
         dataset: PackedDocuments,
-        documents: Documents,
-        coverage: float,
+        counts: Tensor,
         known: list[KnownTexts],
         prompts: int,
+        steps: int | None,
     ) -> TrainingPlan:
+        """Figures of the run, from one step and one measured text; `steps` is `None` where time decides.
+
+        Args:
+            counts: how often each token is learned, `(V,)`.
+        """
         settings = self.settings
         disk = checkpoint_bytes(model.drafter, KEPT_CHECKPOINTS)
         require_disk(settings.out, disk, f"keeping {KEPT_CHECKPOINTS} checkpoints")
         batch = [dataset[index % len(dataset)] for index in range(settings.batch_rows)]
-        return TrainingPlan(
+        plan = TrainingPlan(
             rows=len(dataset),
-            tokens=documents.tokens,
-            supervised_tokens=documents.supervised_tokens,
-            coverage=coverage,
+            tokens=sum(len(document.input_ids) for document in dataset.documents),
+            supervised_tokens=int(counts.sum()),
+            coverage=share_covered(counts, model.drafter.draft_ids),
             rows_per_step=self._rows_per_step,
             steps=0,
             step_s=settings.accumulate * time_step(model, batch, bf16=self.bf16),
@@ -311,6 +307,7 @@ class Run:
             disk_bytes=disk,
             training_bytes=training_bytes(model, settings.batch_rows * settings.max_length),
         )
+        return self._with_steps(plan, self._steps_in_time(plan) if steps is None else steps)
 
     def _steps_by_settings(self, rows: int) -> int | None:
         """Steps over so many rows that are known before one is timed: a resumed run keeps what it began with, since its
