@@ -6,5 +6,5 @@ TARGET=${TARGET:-Qwen/Qwen3-32B}
 : "${DRAFTER:?set DRAFTER to a folder or Hub id of a drafter for $TARGET}"
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 eagle31 plan "$TARGET" --drafter "$DRAFTER" --quantization 4bit --card "RTX A6000" --context 16384 --batch 5
-exec eagle31 serve --target "$TARGET" --drafter "$DRAFTER" --quantization 4bit \
+exec eagle31 serve "$TARGET" "$DRAFTER" --quantization 4bit \
   --memory auto --context 16384 --max-batch 4 "$@"

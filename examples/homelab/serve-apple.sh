@@ -4,5 +4,5 @@ set -e  # the plan has a row more than texts are served at once: prompts are rea
 TARGET=${TARGET:-meta-llama/Llama-3.1-8B-Instruct}
 DRAFTER=${DRAFTER:-yuhuili/EAGLE3-LLaMA3.1-Instruct-8B}
 eagle31 plan "$TARGET" --drafter "$DRAFTER" --quantization bf16 --card "M3 Max 36GB" --context 16384 --batch 3
-exec eagle31 serve --target "$TARGET" --drafter "$DRAFTER" --dtype bfloat16 --device mps \
+exec eagle31 serve "$TARGET" "$DRAFTER" --dtype bfloat16 --device mps \
   --memory auto --context 16384 --max-batch 2 "$@"

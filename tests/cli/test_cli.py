@@ -75,7 +75,7 @@ def test_the_demo_keeps_graphs_that_drafts_by_default_use():
 
 def test_generate_compares_any_pair(tmp_path):
     path = tmp_path / "figures.json"
-    out = run("generate", "--target", TARGET, "--drafter", DRAFTER, "--prompt", PROMPT, "--dtype", "float32",
+    out = run("generate", TARGET, DRAFTER, "--prompt", PROMPT, "--dtype", "float32",
               "--draft-tokens", 3, "--max-new-tokens", 12, "--json", path).stdout  # fmt: skip
     assert "yes" in out
     record = json.loads(path.read_text())

@@ -42,11 +42,9 @@ IS_DRAFTER = "the target '.*' is a drafter.*name the model it was made for as th
 IS_TARGET = "a whole language model, not a drafter; name it as the target, and its drafter here"
 NO_TOKENIZER = "the folder '.*' holds no tokenizer; copy tokenizer.json"
 ONE_CARD = r"got 2 cards \(.*a plan is for one.*--device-map auto"
-NAMES_OF_PAIR = r"\(one two\); name what it is, with --target, --drafter"
 MEANT = r"did you mean .*/small-pair-drafter\?$"
 CHAINS = "serve cannot do {}: "
 LOOKED_UP = "{}.*chains are looked up in the text"
-BENCH_WANTS = "wanted TARGET DRAFTER"
 
 REFUSED = {
     # --- targets and drafters
@@ -115,8 +113,12 @@ REFUSED = {
     "serve --allow-origin *": "scheme, host and port",
     "train {target} --prompts {top}/nothing.jsonl --out {top}/out": "nothing.jsonl",
     "bench --prompts nowhere.jsonl": "no file or folder",
-    "bench {target} {drafter} more": BENCH_WANTS,
-    "bench {target} {drafter} --drafter x": BENCH_WANTS,
+    "generate 'Why is the sky blue?'": "wanted one of --prompt and --prompt-file",
+    **{
+        f"{name} {{target}} {{drafter}} {more}": "wanted TARGET DRAFTER"
+        for name in ("bench", "chat", "doctor", "generate", "serve", "warmup")
+        for more in ("more", "--drafter x")
+    },
     **{f"bench {name}": re.escape(str(removal(f"bench {name}"))) for name in ("run", "loop", "acceptance")},
     "convert {drafter} {top}/out --format nemo": "went in 0.2.0: all layouts are read",
     "convert nobody/nothing {top}/out --format gguf": "gguf.*speculators",
@@ -125,7 +127,6 @@ REFUSED = {
 USAGE_ERRORS = {
     "plan x --quantization 4 bit": "write 4bit or 8bit",
     "chat --chat-template {top}/no.jinja": "got --chat-template .*/no.jinja: .* does not exist",
-    **{f"{name} one two": NAMES_OF_PAIR for name in ("chat", "doctor", "generate", "serve", "warmup")},
     "generate --temperature hot": "got --temperature hot: wanted a valid number; see eagle31 generate --help$",
     "demo --json {top}/no/demo.json": "there is no folder",
     "demo --svg {top}/no/demo.svg": "there is no folder",

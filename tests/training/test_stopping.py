@@ -46,7 +46,7 @@ def test_what_is_kept_is_counted(out: Path, tmp_path: Path) -> None:
 
 def test_a_drafter_of_no_use_is_called_so(tmp_path: Path) -> None:
     useless, useful = (Acceptance(rounds=10, accepted=count) for count in (1, 15))
-    for counts, words in ((useless, "1.10 tokens a pass on held-out prompts, too few"), (useful, "chat --target t")):
+    for counts, words in ((useless, "1.10 tokens a pass on held-out prompts, too few"), (useful, "eagle31 chat t ")):
         report = TrainingReport(tmp_path, PLAN, (StageResult("stage1", 30, 1.0, {"all": counts}),))
         (line,) = report.advice("t")
         assert words in line

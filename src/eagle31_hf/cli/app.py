@@ -139,10 +139,6 @@ def _end_with_line(error: Exception, words: Sequence[str], command: Any = None) 
     advice = f"see eagle31 {name}--help"
     if line.endswith("(bit)"):
         advice = "write 4bit or 8bit"
-    elif line.startswith("Got unexpected extra argument"):  # it is often a target, a drafter or a prompt
-        options = [each for option in command.params for each in option.opts]
-        takes = [each for each in options if each in ("--target", "--drafter", "--prompt")]
-        advice = f"name what it is, with {', '.join(takes)}" if takes else advice
     print_error(gone or f"{line}; {advice}")
     raise typer.Exit(2)
 

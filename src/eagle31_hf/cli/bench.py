@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -47,9 +46,6 @@ class BenchOptions:
 @command
 def bench(
     *,
-    pair: Annotated[
-        list[str] | None, typer.Argument(help="TARGET DRAFTER, instead of --target and --drafter.", show_default=False)
-    ] = None,
     source: PairSource,
     drafting: DraftOptions,
     options: BenchOptions,
@@ -58,7 +54,8 @@ def bench(
     json_path: JsonOption = None,
 ) -> None:
     """Measure what a pair is worth here: plain generate, our loop, lookups and the drafter in turns."""
-    source = _named(pair or [], source)
+    if line := removal(f"bench {source.target}"):  # what were sub-commands
+        raise ConfigurationError(line)
     # The prompts first: a wrong path should not cost loading a model.
     prompts = read_prompts(options.prompts, options.limit) if options.prompts else embedded_prompts()[: options.limit]
     rows = tuple(int(part) for part in options.batch.split(","))
@@ -89,16 +86,3 @@ def bench(
         console.print(f"plot: {plot}")
     if not result.is_exact:
         raise typer.Exit(1)
-
-
-def _named(pair: list[str], source: PairSource) -> PairSource:
-    """The source with target and drafter as they were given without options."""
-    if not pair:
-        return source
-    if line := removal(f"bench {pair[0]}"):  # what were sub-commands
-        raise ConfigurationError(line)
-    if len(pair) > 2 or source.target is not None or source.drafter is not None:
-        raise ConfigurationError(
-            f"got {' '.join(pair)!r} beside other names; wanted TARGET DRAFTER, or --target and --drafter"
-        )
-    return replace(source, target=pair[0], drafter=pair[1] if len(pair) > 1 else None)

@@ -82,6 +82,11 @@ def option(default: Any, help: str, *flags: str, panel: str | None = None, **mor
     return field(default=default, metadata=metadata)
 
 
+def argument(default: Any, help: str) -> Any:
+    """A field of a dataclass that is given without a name."""
+    return field(default=default, metadata={"argument": {"help": help, "show_default": False}})
+
+
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """A command: its parameters by `option` are options, and the fields of its dataclasses, in the dataclass's place.
 
@@ -92,9 +97,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def expanded(*, traceback: bool, **given: Any) -> None:
-        for name, kind in groups.items():
-            given[name] = kind(**{each.name: _as_field(given.pop(each.name), each) for each in fields(kind)})
         try:
+            for name, kind in groups.items():
+                given[name] = kind(**{each.name: _as_field(given.pop(each.name), each) for each in fields(kind)})
             function(**given)
         except Eagle31Error as error:
             if traceback:

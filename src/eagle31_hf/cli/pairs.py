@@ -26,7 +26,7 @@ from ..memory.cards import best_kind, one_card
 from ..memory.drafter_facts import OWN_HEAD
 from ..targets.devices import SHORT_NAMES
 from ..texts.chats import encode_chat
-from .options import DRAFTS, LOADING, make_console, option, token_count
+from .options import DRAFTS, LOADING, argument, make_console, option, token_count
 from .plan import print_decision
 from .progress import waiting_for
 
@@ -59,10 +59,11 @@ class LoadedPair:
         return self.drafter
 
 
-@dataclass(frozen=True)
+@dataclass
 class PairSource:
     """What to load and how; the options of every command that loads a pair."""
 
+    pair: list[str] | None = argument(None, "TARGET DRAFTER, instead of --target and --drafter.")
     target: str | None = option(None, "Folder or Hub id; default: the embedded one.")
     drafter: str | None = option(
         None,
@@ -106,6 +107,16 @@ class PairSource:
         dir_okay=False,
         panel=LOADING,
     )
+
+    def __post_init__(self) -> None:
+        """What was named without options is target and drafter."""
+        names, self.pair = self.pair or [], None
+        if len(names) > 2 or (names and (self.target is not None or self.drafter is not None)):
+            raise ConfigurationError(
+                f"got {' '.join(names)!r} beside other names; wanted TARGET DRAFTER, or --target and --drafter"
+            )
+        if names:
+            self.target, self.drafter = (*names, None)[:2]
 
     @property
     def torch_dtype(self) -> str:

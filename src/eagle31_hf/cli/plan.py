@@ -103,11 +103,11 @@ _AS_LOADED = {"bnb-nf4": "--quantization 4bit", "bnb-nf4-dq": "--quantization 4b
 def command_to_run(plan: MemoryPlan, target: str, drafter: str | None) -> str:
     """What starts a chat under this plan."""
     is_named = "/" in target or Path(target).exists()
-    words = ["eagle31 chat --target", shlex.quote(target) if is_named else "TARGET"]
+    words = ["eagle31 chat", shlex.quote(target) if is_named else "TARGET"]
     if drafter is not None:
-        words.append(f"--drafter {shlex.quote(drafter)}")
+        words.append(shlex.quote(drafter))
     elif plan.drafter is not None and "MTP" not in plan.drafter.name:
-        words.append("--drafter DRAFTER")
+        words.append("DRAFTER")
     words.append(_AS_LOADED.get(plan.target.quantization.name, ""))
     words.append(f"--memory auto --context {plan.settings.context}")
     return " ".join(filter(None, words))

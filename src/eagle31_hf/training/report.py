@@ -166,7 +166,7 @@ class TrainingReport:
                 "(--prompts), for longer (--epochs, --minutes)"
             )
         else:
-            yield f"try it: eagle31 chat --target {target} --drafter {self.folder}"
+            yield f"try it: eagle31 chat {target} {self.folder}"
             if Path(target).is_dir():
                 yield "its card names a folder as its target; to publish it, train with --target-id OWNER/NAME"
 
