@@ -5,13 +5,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.errors import Eagle31Error, TrainingError
 from eagle31_hf.texts.conversations import read_conversations
-from eagle31_hf.texts.prompts import PLACEHOLDER, embedded_prompts, evenly, read_prompts
+from eagle31_hf.texts.prompts import PLACEHOLDER, embedded_prompts, read_prompts
 from helpers import SHARED
 
 
@@ -133,13 +131,6 @@ def test_sources_that_give_no_prompt_or_one_twice(tmp_path, monkeypatch):
 def test_two_files_may_be_told_apart_by_names(tmp_path):
     path = write(tmp_path / "file.jsonl", {"id": 1, "prompt": "a"})
     assert [prompt.id for prompt in read_prompts([f"a={path}", f"b={path}"])] == ["a/1", "b/1"]
-
-
-@given(st.lists(st.integers(), max_size=50), st.integers(1, 60))
-def test_rows_are_taken_evenly(rows, limit):
-    taken = evenly(rows, limit)
-    assert len(taken) == min(limit, len(rows))
-    assert taken[:1] == rows[:1]
 
 
 def test_a_folder_is_one_source_whose_files_share_the_limit(tmp_path):

@@ -25,6 +25,12 @@ def turns(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
+THOUGHT = '<details type="reasoning" done="true">\n> hm\n</details>\nArr'
+TREE = {
+    "a": {**SAID[0], "parentId": None},
+    "b": {"role": "assistant", "content": "another branch", "parentId": "a"},
+    "c": {**SAID[1], "parentId": "a"},
+}
 FORMS = {
     "Alpaca": (
         {"instruction": "Translate.", "input": "Good morning", "output": "Guten Morgen"},
@@ -37,10 +43,7 @@ FORMS = {
         turns("Hi", "Hello", "And now?", "Later"),
     ),
     "OpenOrca": ({"system_prompt": PIRATE["content"], "question": "Hi", "response": "Arr"}, [PIRATE, *SAID]),
-    "Dolly": (
-        {"instruction": "Who?", "context": "By Anna.", "response": "Anna"},
-        turns("By Anna.\n\nWho?", "Anna"),
-    ),
+    "Dolly": ({"instruction": "Who?", "context": "By Anna.", "response": "Anna"}, turns("By Anna.\n\nWho?", "Anna")),
     "question with context": (
         {"question": "Who?", "context": "By Anna.", "answer": "Anna"},
         turns("By Anna.\n\nWho?", "Anna"),
@@ -70,37 +73,12 @@ FORMS = {
     "preference of messages": ({"prompt": SAID[:1], "chosen": SAID[1:], "rejected": SAID}, SAID),
     "prompt of messages, answer as text": ({"prompt": SAID[:1], "completion": "Arr"}, SAID),
     "turns with system": ({"system": PIRATE["content"], "turns": ["Hi"]}, [PIRATE, SAID[0]]),
-    "Open WebUI": (
-        {"id": "a", "title": "t", "chat": {"messages": [{**message, "timestamp": 1} for message in SAID]}},
-        SAID,
-    ),
+    "Open WebUI": ({"title": "t", "chat": {"messages": [{**message, "timestamp": 1} for message in SAID]}}, SAID),
     "Open WebUI with system and reasoning": (
-        {
-            "chat": {
-                "params": {"system": PIRATE["content"]},
-                "messages": [
-                    SAID[0],
-                    {**SAID[1], "content": '<details type="reasoning" done="true">\n> hm\n</details>\nArr'},
-                ],
-            }
-        },
+        {"chat": {"params": {"system": PIRATE["content"]}, "messages": [SAID[0], {**SAID[1], "content": THOUGHT}]}},
         [PIRATE, *SAID],
     ),
-    "Open WebUI by its tree": (
-        {
-            "chat": {
-                "history": {
-                    "currentId": "c",
-                    "messages": {
-                        "a": {**SAID[0], "parentId": None},
-                        "b": {"role": "assistant", "content": "another branch", "parentId": "a"},
-                        "c": {**SAID[1], "parentId": "a"},
-                    },
-                }
-            }
-        },
-        SAID,
-    ),
+    "Open WebUI by its tree": ({"chat": {"history": {"currentId": "c", "messages": TREE}}}, SAID),
 }
 
 

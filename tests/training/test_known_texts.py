@@ -12,12 +12,7 @@ from eagle31_hf.demo import CONVERSATIONS, drafter_path
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.sampling.draw import choose
 from eagle31_hf.stats import Acceptance
-from eagle31_hf.training.measure import (
-    EvaluationPrompt,
-    paired_error,
-    rounds_of,
-    write_texts,
-)
+from eagle31_hf.training.measure import EvaluationPrompt, paired_error, rounds_of, write_texts
 from helpers import configured, demo_tokenizer, seeded, target_of
 
 NEW_TOKENS = 32

@@ -1,4 +1,4 @@
-"""Stage 2 in closed form: starts, served distributions, the objective by hand and by enumeration, weights of tokens."""
+"""Stage 2 in closed form: the objective by hand, along chains that are drafted, and what cannot be learned from."""
 
 from __future__ import annotations
 
@@ -7,31 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from chat_rows import writing
 from tiny_training import drafted_along
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data import (
-    NOT_WRITTEN,
     Document,
     PackedBatch,
     PackedDocuments,
     collate,
     pack_row,
-    render_documents,
 )
-from eagle31_hf.training.objectives import (
-    TOKEN_WEIGHT,
-    AcceptanceModel,
-    answering,
-    cross_entropy,
-    require_stage_two,
-)
-from eagle31_hf.training.writing import regenerate, with_keys
-from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded, target_of
+from eagle31_hf.training.objectives import TOKEN_WEIGHT, AcceptanceModel, cross_entropy, require_stage_two
+from helpers import CONFIGS, random_drafter, random_target, seeded
 
 STEPS, TOP_K = 3, 7
 
@@ -52,37 +41,6 @@ def document(name: str, length: int, written_from: int | None, temperature: floa
     with seeded(len(name) + length):
         ids = torch.randint(3, 96, (length,)).tolist()
     return Document(name, ids, [True] * length, written_from, temperature)
-
-
-def a_batch() -> PackedBatch:
-    documents = [document("sampled", 12, 5, 1.0), document("greedy", 9, 4, 0.0), document("given", 6, None, None)]
-    return PackedBatch(**collate([pack_row(documents, 30)]))
-
-
-# --- what is known of a document --------------------------------------------------------------------------------------
-
-
-def test_rows_say_which_tokens_the_target_wrote_and_how_warmly() -> None:
-    batch = a_batch()
-    expected = [NOT_WRITTEN] * 5 + [1.0] * 7 + [NOT_WRITTEN] * 4 + [0.0] * 5 + [NOT_WRITTEN] * (6 + 3)
-    assert batch.written_at[0].tolist() == expected
-    # A root must have been written, and a token must follow that a draft could be.
-    roots = answering(batch, batch.written_at[:, :-1] != NOT_WRITTEN)
-    assert roots[0].nonzero().squeeze(1).tolist() == [5, 6, 7, 8, 9, 10, 16, 17, 18, 19]
-
-
-def test_answers_keep_the_temperature_they_were_written_at(tmp_path: Any) -> None:
-    target, tokenizer = target_of("demo-target"), demo_tokenizer()
-    chats = with_keys([Conversation(str(i), "a", ({"role": "user", "content": f"Hello {i}"},)) for i in range(6)])
-    how = writing(temperature=(0.0, 0.8))
-    written = regenerate(chats, target, tokenizer, tmp_path / "answers.jsonl", how)
-    assert {row.answer_temperature for row in written} == {0.0, 0.8}
-    for row, found in zip(written, render_documents(written, tokenizer, max_length=64)[0], strict=True):
-        assert found.temperature == row.answer_temperature
-        assert found.input_ids[found.written_from :] == list(row.answer_ids)
-
-
-# --- the objective ----------------------------------------------------------------------------------------------------
 
 
 def by_hand(drafter: Eagle31Drafter, found: Document) -> tuple[float, list[float]]:

@@ -8,11 +8,10 @@ from unittest import mock
 
 import pytest
 from chat_rows import CHAT, chat, writing
-from hypothesis import given
-from hypothesis import strategies as st
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.texts.rows import Conversation
+from eagle31_hf.training.data import render_documents
 from eagle31_hf.training.preparation import resolve
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.writing import batches, regenerate, temperature_of, with_keys, write_batch
@@ -85,33 +84,25 @@ def test_rows_are_known_by_what_they_ask(tmp_path: Path, target, tokenizer) -> N
     assert [row.answer_ids for row in again[1:]] == [row.answer_ids for row in first]
 
 
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), max_size=40),
-    size=st.integers(1, 7),
-    turns=st.sampled_from(["each", "last"]),
-)
-def test_every_conversation_is_written_once_beside_its_like(lengths: list, size: int, turns: str) -> None:
-    rows = [
-        Conversation(str(i), "c", ({"role": "user", "content": "x" * a}, {"role": "assistant", "content": "x" * b}))
-        for i, (a, b) in enumerate(lengths)
-    ]
-    found = batches(rows, writing(regenerate=turns, write_rows=size))
-    assert sorted(row.id for batch in found for row in batch) == sorted(row.id for row in rows)
-    assert all(len(batch) == size for batch in found[:-1])
-    lengths = [sum(len(message["content"]) for message in row.messages) for batch in found for row in batch]
-    assert lengths == sorted(lengths, reverse=True)
-
-
 def test_several_temperatures_share_the_conversations(tmp_path: Path, target, tokenizer) -> None:
     rows = conversations(12)
     how = writing(regenerate="last", temperature=(0.0, 5.0, 0.0), max_new_tokens=8)
-    found = batches(rows, how)
+    found = batches(rows, replace(how, write_rows=3))
     assert sorted(row.id for batch in found for row in batch) == sorted(row.id for row in rows), "each once"
     assert all(len({temperature_of(row, how) for row in batch}) == 1 for batch in found)
+    assert [len(batch) for batch in found].count(3) >= 2
+    for temperature in (0.0, 5.0):
+        alike = [row for batch in found for row in batch if temperature_of(row, how) == temperature]
+        lengths = [sum(len(message["content"]) for message in row.messages) for row in alike]
+        assert lengths == sorted(lengths, reverse=True), "beside its like, the longest first"
     written = regenerate(rows, target, tokenizer, tmp_path / "mixed.jsonl", how)
     greedy = regenerate(rows, target, tokenizer, tmp_path / "greedy.jsonl", replace(how, temperature=(0.0,)))
     same = [one.answer_ids == other.answer_ids for one, other in zip(written, greedy, strict=True)]
     assert same == [temperature_of(row, how) == 0 for row in rows]
+    assert [row.answer_temperature for row in written] == [temperature_of(row, how) for row in rows]
+    (document, *_), _ = render_documents(written, tokenizer, max_length=200)
+    assert document.temperature == written[0].answer_temperature
+    assert document.input_ids[document.written_from :] == list(written[0].answer_ids)
     assert {True, False} == set(same), "both kinds are there"
 
 

@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.rows import Conversation
-from eagle31_hf.training.self_prompts import (
-    FEWEST_AT_A_TIME,
-    is_new,
-    self_prompt_count,
-    user_turn,
-    write_prompts,
-)
+from eagle31_hf.training.self_prompts import FEWEST_AT_A_TIME, is_new, self_prompt_count, user_turn, write_prompts
 from eagle31_hf.training.settings import TrainingSettings
 
 # --- what is kept -----------------------------------------------------------------------------------------------------

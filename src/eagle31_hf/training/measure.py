@@ -159,11 +159,7 @@ def _answers(
         answers = {line["row"]: line["answer"] for line in lines.rows}
         if len(answers) < len(prompts):
             write_batch(
-                model,
-                prompts,
-                answers.__setitem__,
-                on_token=lambda share: on_progress(0, share * len(prompts)),
-                **how,
+                model, prompts, answers.__setitem__, on_token=lambda share: on_progress(0, share * len(prompts)), **how
             )
             lines.add(*({"row": row, "answer": answers[row]} for row in range(len(prompts))))
     on_progress(len(prompts), 0.0)

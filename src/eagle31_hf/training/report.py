@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -97,31 +98,34 @@ def checkpoint_bytes(drafter: Eagle31Drafter, kept: int) -> int:
 
 
 def time_step(model: DistillationModel, rows: Sequence[dict[str, Tensor]], *, bf16: bool) -> float:
-    """Seconds of forward and backward over one batch of these rows; the model is left as it was.
-
-    It is done twice: the first time pays for memory and kernels.
-    """
+    """Seconds of forward and backward over one batch of these rows; the model is left as it was."""
     device = model.drafter.device
     batch = {name: tensor.to(device) for name, tensor in collate(rows).items()}
-    seconds = 0.0
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            model(**batch).loss.backward()
+        model.zero_grad(set_to_none=True)
+
     with torch.random.fork_rng():
-        for _ in range(2):
-            started = now(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                model(**batch).loss.backward()
-            seconds = now(device) - started
-            model.zero_grad(set_to_none=True)
-    return seconds
+        return _seconds_of(step, device)
 
 
 def time_measurement(drafter: Eagle31Drafter, known: Sequence[KnownTexts]) -> float:
     """Seconds that acceptance on known texts will take: of the first text of each temperature, times the others."""
-    seconds = []
-    for texts in (known[0], *known):  # the first time pays for memory and kernels
-        started = now(drafter.device)
-        rounds_of(drafter, dataclasses.replace(texts, texts=texts.texts[:1]), DRAFT_TOKENS)
-        seconds.append((now(drafter.device) - started) * len(texts.texts))
-    return sum(seconds[1:])
+    seconds = 0.0
+    for texts in known:
+        measure = partial(rounds_of, drafter, dataclasses.replace(texts, texts=texts.texts[:1]), DRAFT_TOKENS)
+        seconds += len(texts.texts) * _seconds_of(measure, drafter.device)
+    return seconds
+
+
+def _seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    """What `work` takes when it is done again: the first time pays for memory and kernels."""
+    work()
+    started = now(device)
+    work()
+    return now(device) - started
 
 
 # --- the result -------------------------------------------------------------------------------------------------------

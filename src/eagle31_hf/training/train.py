@@ -39,24 +39,8 @@ from .data import Document, PackedDocuments, build_vocabulary, count_supervised,
 from .data import coverage as share_covered
 from .measure import EvaluationPrompt, KnownTexts, evaluation_prompts, served_processing, write_texts
 from .objectives import AcceptanceModel, DistillationModel, require_stage_two
-from .preparation import (
-    is_small,
-    load_target,
-    make_drafter,
-    precision_of_result,
-    resolve,
-    set_vocabulary,
-    split_rows,
-)
-from .progress import (
-    Counting,
-    LiveProgress,
-    StopRequest,
-    is_first_process,
-    open_folder,
-    say,
-    telling_what_is_kept,
-)
+from .preparation import is_small, load_target, make_drafter, precision_of_result, resolve, set_vocabulary, split_rows
+from .progress import Counting, LiveProgress, StopRequest, is_first_process, open_folder, say, telling_what_is_kept
 from .report import (
     Recipes,
     StageResult,

@@ -29,14 +29,7 @@ from ..errors import CheckpointError, TrainingError, first_line
 from ..stats import Acceptance
 from ..targets.devices import quick_dtype
 from .data import PackedBatch, collate
-from .measure import (
-    KnownTexts,
-    TextRounds,
-    paired_error,
-    rounds_of,
-    served_error,
-    served_length,
-)
+from .measure import KnownTexts, TextRounds, paired_error, rounds_of, served_error, served_length
 from .objectives import DistillationModel, Losses
 
 DRAFT_TOKENS = 5
@@ -161,7 +154,7 @@ class DistillationTrainer(Trainer):
             CheckpointError,
             SafetensorError,
             RuntimeError,
-        ) as error:  # torch's file writer raises the last
+        ) as error:  # the last is torch's
             raise TrainingError(
                 f"the checkpoint at step {self.state.global_step} cannot be written ({first_line(error)}); training "
                 f"stopped and {self._kept()}. Go on with resume, when there is room on the disk if that was missing"
