@@ -125,7 +125,12 @@ def _of_tokens(of_vocabulary: Tensor, support: Tensor | None, width: int) -> Ten
 def propose_chain(
     session: DraftStepper, roots: Tensor, length: DraftShape, choice: DraftChoice = BARE_CHOICE
 ) -> DraftTree:
-    """Draft tokens one after the other, until the chain is long enough or too doubtful.
+    """As `draft_chain`, as a tree."""
+    return DraftTree.chain(draft_chain(session, roots, length, choice))
+
+
+def draft_chain(session: DraftStepper, roots: Tensor, length: DraftShape, choice: DraftChoice) -> Tensor:
+    """Draft tokens one after the other, until the chain is long enough or too doubtful: `(B, 1 + K)` with the roots.
 
     Args:
         session: has absorbed everything up to `roots`.
@@ -147,7 +152,7 @@ def propose_chain(
             if max(confidence) < length.min_confidence:
                 break
         state = session.step(tokens[-1][:, None], state.feedback, after=step, depth=step)
-    return DraftTree.chain(torch.stack(tokens, 1))
+    return torch.stack(tokens, 1)
 
 
 def most_probable(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,14 +17,14 @@ from torch import Tensor
 from ..cache.graph_sizes import NODE_BUCKET
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.dynamic import grow_tree
-from ..drafter.propose import BARE_CHOICE, DraftChoice
+from ..drafter.propose import DraftChoice, draft_chain
 from ..drafter.session import DraftSession, DraftState
-from ..drafting.draft_tree import DraftTree, to_target_ids
+from ..drafting.draft_tree import DraftTree
 from ..drafting.host_numbers import on_device
 from ..drafting.shape import DraftShape
 from ..sampling.draw import argmax, choose, likeliest
 from ..sampling.logits_processing import DraftWarping
-from .fixed_cache import FixedShapeCache, GraphInputs
+from .fixed_cache import FixedShapeCache, GraphInputs, padded, padded_mask
 from .graphs import Graphs
 from .steps import GraphKey
 
@@ -137,7 +137,7 @@ class GraphChoice:
 
     @property
     def key(self) -> tuple:
-        """Of the target's tokens."""
+        """Equal for graphs that choose alike."""
         key = self.draws, () if self.warping is None else self.warping.key
         return (*key, "checked") if self.checks and not self.draws else key
 
@@ -149,85 +149,67 @@ class GraphChoice:
             return choose(logits, by.noise)
         return likeliest(logits) if self.checks else argmax(logits)
 
-    @property
-    def draft_key(self) -> tuple:
-        """Of draft tokens."""
-        warping = self._of_drafts
-        return self.draws, () if warping is None else warping.key
-
     def of_drafts(self, by: ChosenBy) -> DraftChoice:
-        """Of draft tokens."""
-        warping = self._of_drafts
-        return DraftChoice(warping, *by) if self.draws or warping is not None else BARE_CHOICE
-
-    @property
-    def _of_drafts(self) -> DraftWarping | None:
-        """Of a greedy draft processors that look at scores alone change nothing."""
+        """Of draft tokens. Of a greedy draft processors that look at scores alone change nothing."""
         warping = self.warping
-        return warping if warping is not None and warping.key and (self.draws or warping.needs_seen) else None
+        if warping is not None and not (warping.key and (self.draws or warping.needs_seen)):
+            warping = None
+        return DraftChoice(warping, *by)
 
 
 class DraftInputs(NamedTuple):
     """What a whole draft starts from.
 
     Attributes:
-        root, feedback: the drafter's logits `(B, 1, Vd)` and feedback `(B, 1, H)` behind each row's last token.
+        root: the drafter's state behind each row's last token.
         slots: `(B, S)` that the draft writes.
         roots: `(B,)` the last token of each row.
         rotary: of its levels; `None`: made from the slots.
         by: what tokens are chosen by.
     """
 
-    root: Tensor
-    feedback: Tensor
+    root: DraftState
     slots: Tensor
     roots: Tensor
     rotary: Rotary | None
     by: ChosenBy
 
 
+class DraftInGraph:
+    """A `DraftStepper` within a step: a whole draft is then made as by eager code.
+
+    Attributes:
+        checked: see `Drafted`.
+    """
+
+    def __init__(self, drafter: Eagle31Drafter, told: DraftInputs, levels: int, cache: FixedShapeCache):
+        self.drafter, self.draft_ids, self.root = drafter, drafter.draft_ids, told.root
+        self.checked = told.root.logits
+        self._slots, self._cache = told.slots, cache
+        self._cos, self._sin = rotary_of(drafter, told.slots, levels, told.rotary)
+
+    def step(
+        self, tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor | None = None
+    ) -> DraftState:
+        """As `DraftSession.step`."""
+        slots, here = self._slots[:, after : after + tokens.shape[1]], slice(depth, depth + 1)
+        mask = self._cache.at(slots).mask(feedback.dtype, ancestors)
+        rotary = self._cos[:, here], self._sin[:, here]
+        state = draft_step(self.drafter, tokens, feedback, slots, rotary, mask, self._cache)
+        if depth == 0:
+            self.checked = state.logits
+        return state
+
+
 def whole_step(
     drafter: Eagle31Drafter, shape: DraftShape, choosing: GraphChoice, told: DraftInputs, cache: FixedShapeCache
 ) -> Drafted:
-    """A whole draft of this shape."""
-    step = _tree_step if shape.is_tree else _chain_step
-    return step(drafter, shape, choosing.of_drafts(told.by), told, cache)
-
-
-def _chain_step(
-    drafter: Eagle31Drafter, shape: DraftShape, choice: DraftChoice, told: DraftInputs, cache: FixedShapeCache
-) -> Drafted:
-    """The last token is not stepped over, though it has a slot."""
-    root, feedback, slots, roots, rotary, _ = told
-    cos, sin = rotary_of(drafter, slots, shape.depth, rotary)
-    logits, tokens, first = root, [roots[:, None]], root  # tokens: (B, 1) each
-    for k in range(shape.depth):
-        scores, support = choice.rank(logits[:, -1], (), drafter.draft_ids, depth=k)
-        tokens.append(to_target_ids(argmax(scores)[:, None], support))
-        if k + 1 < shape.depth:
-            here = slice(k, k + 1)
-            turned = cos[:, here], sin[:, here]
-            logits, feedback = draft_step(drafter, tokens[-1], feedback, slots[:, here], turned, None, cache)
-            first = logits if k == 0 else first
-    return Drafted(first, DraftNodes(torch.cat(tokens, 1)))
-
-
-def _tree_step(
-    drafter: Eagle31Drafter, shape: DraftShape, choice: DraftChoice, told: DraftInputs, cache: FixedShapeCache
-) -> Drafted:
-    """A dynamic tree as `grow_tree` grows it; writes `top_k * (depth - 1)` slots."""
-    levels: list[Tensor] = []
-    cos, sin = rotary_of(drafter, told.slots, shape.depth - 1, told.rotary)
-
-    def step(tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor) -> DraftState:
-        slots, here = told.slots[:, after : after + shape.top_k], slice(depth, depth + 1)
-        mask = cache.at(slots).mask(feedback.dtype, ancestors)
-        state = draft_step(drafter, tokens, feedback, slots, (cos[:, here], sin[:, here]), mask, cache)
-        levels.append(state.logits)
-        return state
-
-    grown = grow_tree(DraftState(told.root, told.feedback), step, drafter.draft_ids, told.roots, shape, choice)
-    return Drafted(levels[0], DraftNodes(grown.tokens, grown.parents, grown.depths, grown.ancestors))
+    """A whole draft of this shape. The last token of a chain is not stepped over, though it has a slot."""
+    steps, choice = DraftInGraph(drafter, told, shape.stepped_levels, cache), choosing.of_drafts(told.by)
+    if shape.is_tree:
+        tree = grow_tree(told.root, steps.step, drafter.draft_ids, told.roots, shape, choice)
+        return Drafted(steps.checked, DraftNodes.of(tree, shape))
+    return Drafted(steps.checked, DraftNodes(draft_chain(steps, told.roots, shape, choice)))
 
 
 # --- a session by graphs ----------------------------------------------------------------------------------------------
@@ -276,10 +258,10 @@ class CompiledDrafting:
             GraphKey("absorb", rows, NODE_BUCKET, (self.inputs.num_slots,)),
             partial(absorb_step, self.drafter),
             lambda: (
-                self.inputs.fill("tokens", tokens, (rows, NODE_BUCKET)),
-                self.inputs.fill("aux", aux, (rows, NODE_BUCKET, aux.shape[-1])),
+                padded(tokens, NODE_BUCKET),
+                padded(aux, NODE_BUCKET, aux.shape[-1]),
                 self.inputs.slots(NODE_BUCKET),
-                self.inputs.fill_rotary(rotary, NODE_BUCKET),
+                tuple(padded(table, NODE_BUCKET, table.shape[-1]) for table in rotary),
                 on_device([max(count - 1, 0) for count in counts], self.session.device),
                 self.inputs.fixed,
             ),
@@ -302,15 +284,15 @@ class CompiledDrafting:
         if ancestors is not None:
             mask = self.session.cache.attention_mask(ancestors, dtype=self.session.dtype)
         if mask is not None:
-            mask = self.inputs.fill_mask("mask", mask, (rows, 1, width, self.inputs.num_slots))
+            mask = padded_mask(mask, rows, width, self.inputs.num_slots)
         output = self.graphs.run_or_eager(
             GraphKey("step", rows, width, (self.inputs.num_slots, mask is not None)),
             partial(draft_step, self.drafter),
             lambda: (
-                self.inputs.fill("tokens", tokens, (rows, width)),
-                self.inputs.fill("feedback", feedback, (rows, width, feedback.shape[-1])),
+                padded(tokens, width),
+                padded(feedback, width, feedback.shape[-1]),
                 self.inputs.slots(width, after=after),
-                self.inputs.fill_rotary(self.session.rotary_at(depth), 1),
+                self.session.rotary_at(depth),
                 mask,
                 self.inputs.fixed,
             ),
@@ -321,7 +303,7 @@ class CompiledDrafting:
 
     def rotary(self, count: int) -> Rotary | None:
         """Tables of the next positions for a graph that cannot make them itself."""
-        return self.inputs.fill_rotary(self.session.rotary_ahead(count), count) if self._asks_length else None
+        return self.session.rotary_ahead(count) if self._asks_length else None
 
     # --- whole drafts --------------------------------------------------------------------------------------------
 
@@ -346,10 +328,10 @@ class CompiledDrafting:
         kind, size = ("tree", shape.nodes) if shape.is_tree else ("chain", shape.depth)
         key_shape = shape.depth, shape.top_k, self.inputs.num_slots
         drafted: Drafted | None = self.graphs.run_or_eager(
-            GraphKey(kind, len(roots), size, key_shape, choosing.draft_key),
+            GraphKey(kind, len(roots), size, key_shape, choosing.key),
             partial(whole_step, self.drafter, shape, choosing),
             lambda: (
-                DraftInputs(*root, self.inputs.slots(shape.top_k * levels), roots, self.rotary(levels), by),
+                DraftInputs(root, self.inputs.slots(shape.top_k * levels), roots, self.rotary(levels), by),
                 self.inputs.fixed,
             ),
             lambda: None,

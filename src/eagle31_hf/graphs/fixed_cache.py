@@ -10,7 +10,7 @@ moves the states on (`verify`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -275,33 +275,6 @@ class GraphInputs:
         self.cache, self.fixed = cache, FixedShapeCache(cache)
         self.num_slots = 0
         self._first_rows, self._is_pool = cache.batch_size, isinstance(cache, RowPool)
-        self._buffers: dict[Hashable, Tensor] = {}
-
-    def fill(self, name: str, source: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`source`, in the leading corner of a buffer of this name and shape where it is smaller; the rest holds
-        whatever was there, and nothing reads it."""
-        if tuple(source.shape) == shape:
-            return source
-        buffer = self._buffers.get((name, shape, source.dtype))
-        if buffer is None:
-            buffer = self._buffers[name, shape, source.dtype] = source.new_zeros(shape)
-        corner = buffer
-        for dim, size in enumerate(source.shape):
-            if dim and size != shape[dim]:  # rows may be expanded
-                corner = corner.narrow(dim, 0, size)
-        corner.copy_(source)
-        return buffer
-
-    def fill_mask(self, name: str, source: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """As `fill`, with everything beyond `source` hidden."""
-        pads = (0, shape[3] - source.shape[3], 0, shape[2] - source.shape[2])
-        return self.fill(name, F.pad(source, pads, value=torch.finfo(source.dtype).min), shape)
-
-    def fill_rotary(self, tables: tuple[Tensor, Tensor], width: int) -> tuple[Tensor, Tensor]:
-        """The first `width` columns of rotary tables `(B, T, d)`, padded to that many."""
-        cos, sin = (table[:, :width] for table in tables)
-        shape = (cos.shape[0], width, cos.shape[2])
-        return self.fill("cos", cos, shape), self.fill("sin", sin, shape)
 
     @property
     def rows_pay(self) -> bool:
@@ -331,3 +304,16 @@ class GraphInputs:
         self.fixed.follow(self.cache, self.num_slots)
         slots = [range(length + after, length + after + num_tokens) for length in self.cache.lengths]
         return on_device(slots, self.cache.device)
+
+
+def padded(tensor: Tensor, *sizes: int, value: float = 0.0) -> Tensor:
+    """The tensor, its last dimensions filled up to these sizes. Nothing reads what is behind, or a mask hides it."""
+    missing = [size - own for size, own in zip(sizes, tensor.shape[-len(sizes) :], strict=True)]
+    if not any(missing):
+        return tensor
+    return F.pad(tensor, [pad for size in reversed(missing) for pad in (0, size)], value=value)
+
+
+def padded_mask(mask: Tensor, rows: int, nodes: int, slots: int) -> Tensor:
+    """A mask `(B or 1, 1, n, s)` as `(B, 1, nodes, slots)`, with what is added hidden."""
+    return padded(mask.expand(rows, -1, -1, -1), nodes, slots, value=torch.finfo(mask.dtype).min)

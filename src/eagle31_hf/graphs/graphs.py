@@ -102,7 +102,7 @@ class Graphs:
         Args:
             key: which graph.
             step: what it computes.
-            inputs: what the step takes, in memory that stays where it is.
+            inputs: what the step takes; keys and values in memory that stays where it is.
             eager: the same outputs without a graph; `None` where eager code has no such step in one piece: a new graph
                 is then checked against the step as it stands.
             pays: whether a new graph would.

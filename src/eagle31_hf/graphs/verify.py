@@ -20,7 +20,6 @@ from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..cache.graph_sizes import node_bucket
 from ..cache.speculative import SpeculativeCache
@@ -28,7 +27,7 @@ from ..cache.state_tape import LastNodes, make_moves
 from ..cache.states import BlockTrace, StateLayer, settle_states, state_moves
 from ..drafting.draft_tree import DraftTree
 from ..targets.binding import TargetBinding, TargetOutput, Verification
-from .fixed_cache import CommittedStates, FixedShapeCache, GraphInputs
+from .fixed_cache import CommittedStates, FixedShapeCache, GraphInputs, padded, padded_mask
 from .graphs import Graphs
 from .steps import GraphKey, buffers_of
 
@@ -134,28 +133,25 @@ class CompiledVerification:
 
     def _inputs(self, tree: DraftTree, nodes: int, masks_trees: bool) -> tuple:
         """What a graph reads; masks only where it cannot make them itself."""
-        inputs, rows, offsets = self.inputs, len(tree.tokens), self.cache.position_offsets
-        positions, missing = tree.depths, nodes - tree.size
-        if missing:
-            positions = F.pad(positions, (0, missing))  # padding has the root's, which is a valid one
+        offsets, positions = self.cache.position_offsets, padded(tree.depths, nodes)
         if offsets is not None:
             positions = positions + offsets[:, :, None]  # (A, B, N)
         return (
-            inputs.fill("tokens", tree.tokens, (rows, nodes)),
-            inputs.slots(nodes),
-            inputs.fill("positions", positions, (rows, nodes) if offsets is None else (len(offsets), rows, nodes)),
-            inputs.fill("ancestors", tree.ancestors, (rows, nodes, nodes)) if masks_trees else None,
-            self._masks(tree, rows, nodes) if self.cache.has_windows else None,
-            inputs.fixed,
+            padded(tree.tokens, nodes),
+            self.inputs.slots(nodes),
+            positions,
+            padded(tree.ancestors, nodes, nodes) if masks_trees else None,
+            self._masks(tree, nodes) if self.cache.has_windows else None,
+            self.inputs.fixed,
         )
 
-    def _masks(self, tree: DraftTree, rows: int, nodes: int) -> Masks:
-        mask, widths, fill = self.eager.mask(tree), self.inputs.mask_widths, self.inputs.fill_mask
+    def _masks(self, tree: DraftTree, nodes: int) -> Masks:
+        mask, widths = self.eager.mask(tree), self.inputs.mask_widths
         assert mask is not None, "single tokens, which go without a mask, stay eager"
         if isinstance(mask, Tensor):
             (width,) = widths.values()
-            return fill("mask", mask, (rows, 1, nodes, width))
-        return {kind: fill(kind, mask[kind], (rows, 1, nodes, width)) for kind, width in widths.items()}  # type: ignore[arg-type]
+            return padded_mask(mask, len(tree.tokens), nodes, width)
+        return {kind: padded_mask(mask[kind], len(tree.tokens), nodes, width) for kind, width in widths.items()}  # type: ignore[arg-type]
 
 
 def _verify(
