@@ -15,9 +15,8 @@ from .errors import ConfigurationError
 AUX_NORMS = ("none", "per_slot", "concatenated")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 
-# Far above every published model. Tables of these lengths are made before a file shows whether it can fill them.
-MOST_AUX_STATES = 256
-LARGEST_VOCABULARY = 1 << 24
+# Far above every published model. Modules and tables of these sizes are made before a file shows whether it fills them.
+LARGEST_SIZES = {"num_aux_hidden_states": 256, "num_hidden_layers": 256, "head_dim": 1 << 14, "vocab_size": 1 << 24}
 
 # A fine-tune adds a few tokens, or pads its vocabulary to whole blocks. More are another tokenizer's: Mistral's third
 # has 768 more than its first, and other tokens under most ids.
@@ -142,7 +141,7 @@ class Eagle31Config(LlamaConfig):
         )
 
     def _check_bounds(self) -> None:
-        for field, most in (("num_aux_hidden_states", MOST_AUX_STATES), ("vocab_size", LARGEST_VOCABULARY)):
+        for field, most in LARGEST_SIZES.items():
             self._require(getattr(self, field) <= most, f"{field} is {getattr(self, field)}; wanted at most {most}")
         for field in ("rms_norm_eps", "initializer_range"):
             value = getattr(self, field)

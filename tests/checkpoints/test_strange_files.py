@@ -27,11 +27,11 @@ from transformers.activations import ACT2FN
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import (
     WRITTEN_FORMATS,
-    expected_shapes,
     inspect_checkpoint,
     read_checkpoint,
     write_checkpoint,
 )
+from eagle31_hf.checkpoints.eagle_network import expected_shapes
 from eagle31_hf.checkpoints.layouts import detect_layout
 from eagle31_hf.config import ROPE_TYPES
 from eagle31_hf.errors import (

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eagle31_hf.checkpoints import Checkpoint, expected_shapes, inspect_checkpoint, read_checkpoint
+from eagle31_hf.checkpoints import Checkpoint, inspect_checkpoint, read_checkpoint
+from eagle31_hf.checkpoints.eagle_network import expected_shapes
 from eagle31_hf.config import Eagle31Config
 from eagle31_hf.errors import CheckpointFormatError
 

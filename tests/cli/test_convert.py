@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from eagle31_hf import Eagle31Config
-from eagle31_hf.checkpoints import Checkpoint, expected_shapes, read_checkpoint, write_checkpoint
+from eagle31_hf.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from eagle31_hf.checkpoints.eagle_network import expected_shapes
 from eagle31_hf.cli import app
 
 

@@ -8,7 +8,6 @@ from .layouts import (
     FORMATS,
     WRITTEN_FORMATS,
     default_format,
-    expected_shapes,
 )
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointSummary",
     "default_format",
-    "expected_shapes",
     "holds_checkpoint",
     "holds_drafter",
     "inspect_checkpoint",

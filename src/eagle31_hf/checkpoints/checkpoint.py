@@ -41,7 +41,6 @@ from .layouts import (
     canonical_name,
     check_expressible,
     detect_layout,
-    expected_shapes,
     stored_name,
     written_layout,
 )
@@ -56,7 +55,7 @@ class Checkpoint:
 
     Args:
         config: what the weights are.
-        tensors: canonical name to tensor, see `expected_shapes`; `d2t` is int64 `[Vd]` offsets, present iff `Vd < V`.
+        tensors: canonical name to tensor, see `eagle_network`; `d2t` is int64 `[Vd]` offsets, present iff `Vd < V`.
         format: name of the layout it was read from, one of `FORMATS`.
         metadata: `{"target_model": {"name_or_path", "architectures"}}` where its `config.json` names its target.
     """
@@ -212,7 +211,7 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
         return replace_checkpoint(Path(folder), fields, tensors)
     layout = written_layout(format)
     check_expressible(layout, config)
-    check_tensor_infos({name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, expected_shapes(config))
+    _check_infos({name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, config)
     _check_loaded(config, tensors)
     written = write_config_fields(layout, config, checkpoint.metadata)
     written["torch_dtype"] = TensorInfo.of(tensors["fc.weight"]).dtype
@@ -243,8 +242,7 @@ def _read_headers(folder: Path, source: str) -> CheckpointSummary:
     except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         if isinstance(error, CheckpointFormatError):
             raise
-        reason = textwrap.shorten(str(error), 400, placeholder=" …")
-        raise CheckpointFormatError(f"config.json describes no possible drafter: {reason}") from error
+        raise _impossible(error) from error
     refuse_unread_fields(layout, raw_config, config)
     if not config.has_reduced_vocabulary:
         # A full vocabulary needs no map. Some writers keep an identity map: checked, then dropped.
@@ -255,8 +253,8 @@ def _read_headers(folder: Path, source: str) -> CheckpointSummary:
             )
         names = {ours: theirs for ours, theirs in names.items() if ours not in ("d2t", "t2d")}
     infos = {ours: stored.infos[theirs] for ours, theirs in names.items() if ours != "t2d"}
-    check_tensor_infos(infos, expected_shapes(config))
-    check_rope(config)  # after the shapes: now its sizes are those of tensors that exist
+    check_rope(config)
+    _check_infos(infos, config)
     return CheckpointSummary(
         source,
         layout.name,
@@ -371,6 +369,21 @@ def _head_dim_of(infos: Mapping[str, TensorInfo], num_heads: Any) -> int | None:
     if query is None or not query.shape or not isinstance(num_heads, int) or num_heads < 1:
         return None
     return query.shape[0] // num_heads
+
+
+def _check_infos(infos: Mapping[str, TensorInfo], config: Eagle31Config) -> None:
+    from .eagle_network import expected_shapes  # which takes a second to import
+
+    try:
+        wanted = expected_shapes(config)
+    except Exception as error:  # no tensor can be so large
+        raise _impossible(error) from error
+    check_tensor_infos(infos, wanted)
+
+
+def _impossible(error: Exception) -> CheckpointFormatError:
+    reason = textwrap.shorten(str(error), 400, placeholder=" …")
+    return CheckpointFormatError(f"config.json describes no possible drafter: {reason}")
 
 
 def _check_loaded(config: Eagle31Config, tensors: Mapping[str, Tensor]) -> None:

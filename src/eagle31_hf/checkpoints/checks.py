@@ -17,7 +17,6 @@ from .files import FLOAT_DTYPES, TensorInfo, get_path, shown
 Tensors = Mapping[str, TensorInfo]
 
 _INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool")
-_LARGEST_THETA = 1e12  # up to which all of Llama's own frequencies are numbers
 _LISTED = 12  # names in one message
 
 
@@ -61,10 +60,7 @@ def check_rope(config: Eagle31Config) -> None:
             f"config.json: partial_rotary_factor is {shown(turned)}; only drafters whose heads are turned whole can be "
             "read"
         )
-    is_plain = rope.get("rope_type") == "default" and 1 <= rope.get("rope_theta", 0) <= _LARGEST_THETA
-    if is_plain and (config.head_dim or 1) % 2 == 0:
-        return  # what makes tables takes a second to import
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # which takes a second to import
 
     ends = torch.tensor([[0, config.max_position_embeddings]])
     try:

@@ -32,12 +32,30 @@ from ..cache.grouped_attention import WatchedCache, grouped_attention
 from ..config import Eagle31Config
 from .checks import check_tensor_infos
 from .files import TensorInfo
-from .layouts import FUSED_PROJECTIONS, expected_shapes
 
 
 def off_meta() -> AbstractContextManager[Any]:
     """Where rotary tables are made: they are computed and not stored, so a network made on meta has real ones."""
     return torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
+
+
+def expected_shapes(config: Eagle31Config) -> dict[str, tuple[int, ...]]:
+    """Published name to shape of every tensor a drafter of this configuration has, `d2t` included."""
+    with torch.device("meta"):
+        network = Eagle31Network(config)
+    return {name: tuple(tensor.shape) for name, tensor in network.canonical_tensors().items()}
+
+
+class FusedLinear(nn.Linear):
+    """Published matrices that read the same rows, as one.
+
+    Args:
+        parts: their names and numbers of rows, from the top.
+    """
+
+    def __init__(self, inputs: int, parts: Mapping[str, int], bias: bool):
+        super().__init__(inputs, sum(parts.values()), bias=bias)
+        self.parts = dict(parts)
 
 
 @dataclass(frozen=True)
@@ -56,8 +74,9 @@ class GroupedQueryAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        self.qkv_proj = nn.Linear(input_size, rows, bias=config.attention_bias)
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parts = {"q_proj": query, "k_proj": key, "v_proj": key}
+        self.qkv_proj = FusedLinear(input_size, parts, bias=config.attention_bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.attention_bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
@@ -185,7 +204,8 @@ class Eagle31MLP(nn.Module):
 
     def __init__(self, config: Eagle31Config):
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        parts = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
+        self.gate_up_proj = FusedLinear(config.hidden_size, parts, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.act_fn = ACT2FN[config.hidden_act]
 
@@ -344,11 +364,9 @@ class Eagle31Network(PreTrainedModel):
         Of a network that is not packed: packed matrices have no published names.
         """
         tensors: dict[str, Tensor] = {}
-        shapes = expected_shapes(self.config)
         for name, tensor in self.state_dict().items():
-            parts = self.published_names(name)
-            rows = [tensor] if len(parts) == 1 else tensor.split([shapes[part][0] for part in parts])
-            tensors |= zip(parts, rows, strict=True)
+            parts = self._published_parts(name) or {name: len(tensor)}
+            tensors |= zip(parts, tensor.split([*parts.values()]), strict=True)
         return tensors
 
     def load_canonical(self, tensors: dict[str, Tensor]) -> None:
@@ -361,14 +379,13 @@ class Eagle31Network(PreTrainedModel):
         check_tensor_infos({name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, wanted)
         state: dict[str, Tensor] = {}
         for name in self.state_dict():
-            parts = [tensors[part] for part in self.published_names(name)]
+            parts = [tensors[part] for part in self._published_parts(name) or (name,)]
             state[name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=0)
         self.load_state_dict(state, strict=True, assign=True)
 
-    @staticmethod
-    def published_names(name: str) -> list[str]:
-        """What files call the parts of one of our parameters: several, in order of their rows, where it is fused."""
-        for fused, parts in FUSED_PROJECTIONS.items():
-            if f".{fused}." in name:
-                return [name.replace(fused, part) for part in parts]
-        return [name]
+    def _published_parts(self, name: str) -> dict[str, int]:
+        """Published names and rows of what one of our tensors stacks; empty where it stacks nothing."""
+        place, _, kind = name.rpartition(".")
+        module, inside = self.get_submodule(place), place.rpartition(".")[0]
+        parts = module.parts if isinstance(module, FusedLinear) else {}
+        return {f"{inside}.{part}.{kind}": rows for part, rows in parts.items()}

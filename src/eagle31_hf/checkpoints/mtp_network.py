@@ -91,11 +91,6 @@ class MtpNetwork(Eagle31Network):
             if isinstance(module, nn.Linear) and name.endswith(PACKED_MODULES)
         }
 
-    @staticmethod
-    def published_names(name: str) -> list[str]:
-        """No matrices are joined here."""
-        return [name]
-
 
 class NoRotation(nn.Module):
     """In the place of rotary tables for layers that know no positions (Nemotron-H)."""
