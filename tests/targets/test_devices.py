@@ -12,13 +12,7 @@ import torch
 from eagle31_hf.cli.pairs import PairSource, load_pair
 from eagle31_hf.drafter import loading
 from eagle31_hf.targets import devices
-from eagle31_hf.targets.devices import (
-    cpu_arithmetic,
-    precision_advice,
-    precision_caution,
-    quick_dtype,
-    warn_of_precision,
-)
+from eagle31_hf.targets.devices import cpu_arithmetic, precision_advice, precision_caution, quick_dtype, warn_once
 from helpers import DEMO_DRAFTER, MODELS
 
 PROCESSORS = {  # what they announce; their bfloat16 arithmetic; what bfloat16 and float16 are computed in
@@ -31,55 +25,56 @@ PROCESSORS = {  # what they announce; their bfloat16 arithmetic; what bfloat16 a
 
 
 @pytest.fixture(params=PROCESSORS)
-def processor(request, tmp_path: Path) -> tuple[Path, str, torch.dtype, torch.dtype]:
+def processor(request, tmp_path: Path, monkeypatch) -> tuple[str, torch.dtype, torch.dtype]:
     text, *answers = PROCESSORS[request.param]
     facts = tmp_path / "cpuinfo"
     facts.write_text(f"processor\t: 0\n{text}\n", encoding="ascii")
-    return facts, *answers
+    monkeypatch.setattr(devices, "PROCESSOR_FACTS", facts)
+    return tuple(answers)
 
 
 def test_a_processor_computes_in_what_it_announces(processor) -> None:
-    facts, arithmetic, dtype, half = processor
-    assert cpu_arithmetic(torch.bfloat16, facts) == arithmetic
-    assert quick_dtype(torch.bfloat16, "cpu", facts) is dtype
-    assert quick_dtype(torch.float16, "cpu", facts) is half
-    assert quick_dtype(torch.float32, "cpu", facts) is torch.float32
+    arithmetic, dtype, half = processor
+    assert cpu_arithmetic(torch.bfloat16) == arithmetic
+    assert quick_dtype(torch.bfloat16, "cpu") is dtype
+    assert quick_dtype(torch.float16, "cpu") is half
+    assert quick_dtype(torch.float32, "cpu") is torch.float32
 
 
-def test_where_the_system_does_not_say_weights_stay_as_they_are(tmp_path: Path) -> None:
-    nowhere = tmp_path / "nothing"
-    assert cpu_arithmetic(torch.bfloat16, nowhere) is None
-    assert quick_dtype(torch.bfloat16, "cpu", nowhere) is torch.bfloat16
+def test_where_the_system_does_not_say_weights_stay_as_they_are(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(devices, "PROCESSOR_FACTS", tmp_path / "nothing")
+    assert cpu_arithmetic(torch.bfloat16) is None
+    assert quick_dtype(torch.bfloat16, "cpu") is torch.bfloat16
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 9), torch.bfloat16)])
 def test_a_gpu_before_ampere_computes_in_float16(monkeypatch, capability, dtype) -> None:
-    monkeypatch.setattr(devices, "_compute_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert quick_dtype(torch.bfloat16, "cuda") is dtype
 
 
-def test_the_owner_of_a_slow_model_is_told_once(processor, monkeypatch, caplog) -> None:
-    facts, _, dtype, _ = processor
-    monkeypatch.setattr(devices, "_said", set())
+def test_the_owner_of_a_slow_model_is_told_once(processor, caplog) -> None:
+    _, dtype, _ = processor
+    warn_once.cache_clear()
     model = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu"))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            warn_of_precision(model, facts)
+            warn_once(precision_caution(model))
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (dtype is torch.float32)
     assert all("Load it with dtype=torch.float32 (twice the memory)" in line for line in said)
     model.hf_quantizer = object()
-    assert not precision_caution(model, facts), "packed weights are computed in what their format says"
+    assert not precision_caution(model), "packed weights are computed in what their format says"
 
 
 def test_the_doctor_knows_of_a_quicker_type_than_float32(processor) -> None:
-    facts, arithmetic, dtype, _ = processor
+    arithmetic, dtype, _ = processor
     model = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
-    advice = precision_advice(model, facts)
+    advice = precision_advice(model)
     assert bool(advice) == (dtype is torch.bfloat16)
     assert arithmetic in advice
     model.dtype = torch.bfloat16
-    assert precision_advice(model, facts) == precision_caution(model, facts)
+    assert precision_advice(model) == precision_caution(model)
 
 
 @pytest.mark.parametrize(

@@ -88,18 +88,16 @@ class SlotLayer(CacheLayerMixin):
         return self.workspace.unpack(parts, self.keys.numel() + self.values.numel(), self.dtype)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._begin(self.pack(key_states[:, :, :1], value_states[:, :, :1]), key_states.dtype, key_states.device)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._replace_storages(self._zeros_like(self.pack(key_states[:, :, :1], value_states[:, :, :1])))
+        self.is_initialized = True
 
     def adopt_layout(self, other: SlotLayer) -> None:
         """Have empty storages such as another layer of the same kind has, and room for what is placed."""
         if other.is_initialized and not self.is_initialized:
-            self._begin([storage[:1] for storage in other.storages], other.dtype, other.device)
+            keys, values = (states[:1, :, :1].to(other.dtype) for states in (other.keys, other.values))
+            self.lazy_initialization(keys, values)
         self.make_room()
-
-    def _begin(self, like: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self._replace_storages(self._zeros_like(like))
-        self.is_initialized = True
 
     def _zeros_like(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """What parts like these `(B, heads, n, width)` are stored in.

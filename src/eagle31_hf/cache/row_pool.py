@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import MemoryPlanError, UnsupportedGenerationError
+from torch import Tensor
+
+from ..errors import MemoryPlanError
 from .speculative import SpeculativeCache
 
 
@@ -25,11 +27,6 @@ class RowPool(SpeculativeCache):
         self.placement.reserved_rows = batch_size
         self._parked: dict[int, int] = {}  # lengths, by place
         self._set_live([])
-
-    def room_for_graphs(self, num_slots: int) -> int:
-        """As of any cache; a pool's rows are as long as any text may get, and graphs look at what present ones need."""
-        self.make_room(num_slots)
-        return num_slots
 
     def row_length(self, place: int) -> int:
         """Tokens of a live or parked row; 0 where nothing lies."""
@@ -70,11 +67,10 @@ class RowPool(SpeculativeCache):
         """Park a live row behind the others; the last live one takes its place. Returns where the parked row lies."""
         last, lengths = self.batch_size - 1, self.lengths
         if place != last:
-            for layer in self.layers:
-                for rows in layer.row_tensors(max(lengths[place], lengths[last])):  # slots that neither fills stay
-                    kept = rows[place].clone()
-                    rows[place].copy_(rows[last])
-                    rows[last].copy_(kept)
+            for rows in _row_tensors(self, max(lengths[place], lengths[last])):  # slots that neither fills stay
+                kept = rows[place].clone()
+                rows[place].copy_(rows[last])
+                rows[last].copy_(kept)
         self._parked[last], lengths[place] = lengths[place], lengths[last]
         self._set_live(lengths[:-1])
         return last
@@ -90,19 +86,10 @@ class RowPool(SpeculativeCache):
         self._parked.clear()
         self._set_live([])
 
-    def select_rows(self, rows: Any) -> None:
-        """Not of a pool: rows join and leave one at a time."""
-        raise UnsupportedGenerationError("rows of a pool join and leave one at a time; use join and leave")
-
 
 def resume_row(cache: SpeculativeCache, pool: RowPool, place: int, length: int) -> None:
-    """Begin `cache`, of one row, with the first `length` tokens of a pool's row, live or parked.
-
-    Raises:
-        UnsupportedGenerationError: the pool does not hold them any more.
-    """
-    if not pool.can_resume(place, length):
-        raise UnsupportedGenerationError(f"row {place} of the pool does not hold its first {length} tokens any more")
+    """Begin `cache`, of one row, with the first `length` tokens of a pool's row, live or parked."""
+    assert pool.can_resume(place, length), "that is asked before"
     cache.reset()
     copy_row(pool, place, cache, 0, length)
     cache._set_rows([length])
@@ -111,10 +98,18 @@ def resume_row(cache: SpeculativeCache, pool: RowPool, place: int, length: int) 
 def copy_row(source: SpeculativeCache, row: int, target: SpeculativeCache, place: int, length: int) -> None:
     """Copy a row's first `length` tokens, and the states after them, from one cache to another of the same kind."""
     target._reserve(max(length, 1))
-    for own, other in zip(target.layers, source.layers, strict=True):
+    for own, other in zip(target.attending, source.attending, strict=True):
         own.adopt_layout(other)
-        for rows, others in zip(own.row_tensors(length), other.row_tensors(length), strict=True):
-            rows[place].copy_(others[row])
+    for states, others in zip(target.with_states, source.with_states, strict=True):
+        states.adopt_states(others)
+    for rows, tensor in zip(_row_tensors(target, length), _row_tensors(source, length), strict=True):
+        rows[place].copy_(tensor[row])
+
+
+def _row_tensors(cache: SpeculativeCache, length: int) -> list[Tensor]:
+    """Where rows of at most `length` tokens lie, live or not: `(rows, ...)` each."""
+    slots = [tensor for layer in cache.attending for tensor in layer.row_tensors(length)]
+    return slots + [state for layer in cache.with_states for state in layer.state_buffers]
 
 
 def wipe_row(cache: SpeculativeCache, place: int) -> None:
@@ -123,6 +118,6 @@ def wipe_row(cache: SpeculativeCache, place: int) -> None:
         for storage in layer.storages:
             storage[place].zero_()
     for states in cache.with_states:
-        for rows in states.row_tensors(0):
+        for rows in states.state_buffers:
             rows[place].zero_()
         states.release_block()

@@ -174,11 +174,6 @@ class SpeculativeCache(Cache):
         for layer in self.attending:
             layer.make_room()
 
-    def room_for_graphs(self, num_slots: int) -> int:
-        """`make_room`, and how many slots of its rows a graph looks at."""
-        self.make_room(num_slots)
-        return self.placement.reserved_slots
-
     def release(self) -> None:
         """Give back what can be made again, forget what is placed, and grow by small steps from now on."""
         self._workspace.clear()

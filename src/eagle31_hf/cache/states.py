@@ -278,14 +278,15 @@ class StateLayer(LinearAttentionLayer):
                 self._own(key, state)
             self._live(key).copy_(state)
 
-    def adopt_layout(self, other: StateLayer) -> None:
+    def adopt_states(self, other: StateLayer) -> None:
         """Have such states, empty, as another cache's layer has."""
         for key, state in other._committed.items():
             if key not in self._committed:
                 self._own(key, state)
 
-    def row_tensors(self, length: int) -> list[Tensor]:
-        """What is committed of rows, live or not, however long they are: `(reserved rows, ...)` each."""
+    @property
+    def state_buffers(self) -> list[Tensor]:
+        """What is committed of rows, live or not, in one order always: `(reserved rows, ...)` each."""
         return [self._committed[key] for key in sorted(self._committed)]
 
 
@@ -355,10 +356,3 @@ class StatefulLayer(StateLayer, SlotLayer):  # type: ignore[misc]
             SlotLayer.lazy_initialization(self, *keys_and_values)
         else:
             StateLayer.lazy_initialization(self, **states)
-
-    def adopt_layout(self, other: StatefulLayer) -> None:  # type: ignore[override]
-        StateLayer.adopt_layout(self, other)
-        SlotLayer.adopt_layout(self, other)
-
-    def row_tensors(self, length: int) -> list[Tensor]:
-        return SlotLayer.row_tensors(self, length) + StateLayer.row_tensors(self, length)

@@ -134,7 +134,7 @@ def _states(layer: Any) -> dict[StateKey, Tensor]:
 
 
 def refill_stock_layers(dynamic: DynamicCache, held: LayerStates, length: int) -> None:
-    """Replace a stock cache's contents by rows of `length` tokens.
+    """Fill an empty stock cache with rows of `length` tokens.
 
     Raises:
         UnsupportedGenerationError: only a window is left of a layer that the stock cache keeps whole, or it has no
@@ -156,8 +156,6 @@ def refill_stock_layers(dynamic: DynamicCache, held: LayerStates, length: int) -
             )
     for index, content in held.items():
         if content.keys is not None:
-            if index < len(layers):
-                layers[index].lazy_initialization(content.keys, content.values)  # drops what the layer held
             dynamic.update(content.keys, content.values, index)  # type: ignore[arg-type]
             if isinstance(layers[index], DynamicSlidingWindowLayer):
                 layers[index].cumulative_length = length

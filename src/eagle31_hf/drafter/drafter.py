@@ -30,7 +30,7 @@ from ..memory.apply_plan import apply_plan, plan_to_apply
 from ..settings import Eagle31GenerationConfig
 from ..targets.binding import TargetBinding
 from ..targets.fresh_drafter import default_config, with_distinct_states
-from ..targets.quantized import first_head_rows, gather_head_rows
+from ..targets.quantized import gather_head_rows
 from ..targets.self_test import require_readable_states
 from .assistant import Assistant
 from .draft_rows import with_draft_rows
@@ -251,18 +251,12 @@ class Eagle31Drafter(Assistant, Eagle31Network):
             with binding.aside():
                 require_readable_states(binding)
             if self.lm_head is None and self.config.has_reduced_vocabulary:
-                rows = self._rows_of(binding)
+                rows = gather_head_rows(binding.lm_head, self.draft_ids, binding.compute_dtype)
         except Exception:
             binding.close()
             raise
         self._hold(binding)
         self._head_rows = [] if rows is None else [self._packed_rows(rows.to(self.device, self.dtype))]
-
-    def _rows_of(self, binding: TargetBinding) -> Tensor:
-        """The target's head rows `(Vd, H)` of the draft vocabulary; its first ones are not copied."""
-        if not self.d2t.any() and (first := first_head_rows(binding.lm_head, len(self.d2t))) is not None:
-            return first
-        return gather_head_rows(binding.lm_head, self.draft_ids, binding.compute_dtype)
 
     def _packed_rows(self, rows: Tensor) -> Tensor | nn.Module:
         """Head rows `(Vd, H)`, packed as the other matrices are."""

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache.speculative import SpeculativeCache
 from ..cache.stock import CACHE_ARGUMENT
-from ..drafting.draft_tree import DraftTree, ancestors_from_parents
-from ..errors import Eagle31Error
+from ..drafting.draft_tree import DraftTree
+from ..errors import named_line
 from ..loop.survive import is_out_of_memory
 from ..targets.binding import TargetBinding, Verification
 from ..targets.prompt_forward import PromptForward, PromptOutput
-from ..targets.self_test import tolerance
-from ..targets.state_test import logits_error, probe_tokens
+from ..targets.self_test import FAILURES, probe_tree, tolerance
+from ..targets.state_test import logits_error, probe_cache, probe_tokens
 from .call import Call, beside_tokens, left_padding, prompt_forward
 
 
@@ -49,14 +48,14 @@ def _try(call: Call) -> str:
     with binding.masked_attention():
         read = prompts(binding)  # what it raises, plain generate does
         root = read.logits.argmax(-1)
-        children = probe_tokens(binding, 2)[0].to(root.device)
+        children = probe_tokens(binding, 3)[0].to(root.device)
         try:
             found = _our_way(binding, prompts, read, root, children)
             error = logits_error(found, _models_way(call, read, [root, children[:1].expand_as(root)]))
-        except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError, Eagle31Error) as failure:
+        except FAILURES as failure:
             if is_out_of_memory(failure):
                 raise
-            why = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
+            why = named_line(failure)
         else:
             if error <= tolerance(binding):
                 return ""
@@ -68,19 +67,12 @@ def _try(call: Call) -> str:
 def _our_way(
     binding: TargetBinding, prompts: PromptForward, read: PromptOutput, root: Tensor, children: Tensor
 ) -> Tensor:
-    """Logits `(B, 2, V)` after each root `(B,)` and after the first of its `children` `(2,)`, of a tree of both, or a
+    """Logits `(B, 2, V)` after each root `(B,)` and after the first of its `children` `(3,)`, of a tree of all, or a
     chain where layers keep states."""
     rows, length = prompts.input_ids.shape
-    nodes = torch.cat((root[:, None], children.expand(rows, -1)), dim=1)  # (B, 3)
-    parents = torch.zeros_like(nodes)
-    ancestors = ancestors_from_parents(parents, max_depth=1)
-    tree = DraftTree(nodes, parents, ancestors.sum(2) - 1, ancestors, max_depth=1, max_children=2)
-    if binding.has_states:
-        tree = DraftTree.chain(nodes)
-    cache = SpeculativeCache.from_config(
-        binding.text_config, batch_size=rows, capacity=length + 3, block=3, masks_by_type=binding.masks_by_type,
-        device=root.device,
-    )  # fmt: skip
+    nodes = torch.cat((root[:, None], children.expand(rows, -1)), dim=1).to(binding.input_device)  # (B, 4)
+    tree = DraftTree.chain(nodes) if binding.has_states else probe_tree(nodes)
+    cache = probe_cache(binding, rows=rows, length=length)
     cache.load_dynamic(read.cache, prompts.padding)
     cache.offset_positions(read.offsets)
     return Verification(binding, cache)(tree).logits[:, :2]

@@ -116,7 +116,7 @@ class FixedStates(StateLayer):
     @property
     def buffers(self) -> list[Tensor]:
         """What steps read, always in one order."""
-        return [self._committed[key] for key in sorted(self._committed)]
+        return self.state_buffers
 
 
 class FixedStatefulLayer(FixedStates, FixedLayer):  # type: ignore[misc]
@@ -291,7 +291,10 @@ class GraphInputs:
         slots = max(self.cache.lengths) + block_end
         if block_end > self.cache.block or slots > self.cache.capacity or not min(self.cache.lengths):
             return False
-        self.num_slots = self.cache.room_for_graphs(min(slot_bucket(slots), self.cache.capacity))
+        needed = min(slot_bucket(slots), self.cache.capacity)
+        self.cache.make_room(needed)
+        # A pool's rows are as long as any text may get; graphs look at what the present ones need.
+        self.num_slots = needed if self._is_pool else self.cache.placement.reserved_slots
         return True
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from ..cache.stock import CACHE_ARGUMENT
 from ..config import MOST_ADDED_TOKENS, Eagle31Config
 from ..drafting.draft_tree import DraftTree
 from ..errors import IncompatibleTargetError
-from .devices import warn_of_precision
+from .devices import precision_caution, warn_once
 from .mixers import Mixers, require_mixers
 from .quantized import OneTokenArithmetic, require_working_head
 from .rotation import most_positions, rotates_alike_up_to, rotations_left_alone
@@ -94,16 +94,17 @@ class TargetBinding:
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
         self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
         self.pair: object | None = None  # the `loop.pair.Pair` of this target and its drafter
-        warn_of_precision(self.model)
+        warn_once(precision_caution(self.model))
         self.one_token_arithmetic = OneTokenArithmetic(self.model)
         self.cache_argument = cache_argument(self.model)
         self.has_states = require_mixers(self.model)
         self.mixers = Mixers(self.model) if self.has_states else None
         self.taps = HiddenStateTaps(self.model, self.decoder, self.layers, self.aux_layers)
-        # Run once: by `close`, or for a drafter that is dropped without `detach`.
-        self._undo = [weakref.finalize(self, self.taps.close)]
+        undo = ExitStack()
+        undo.callback(self.taps.close)
         if self.mixers is not None:
-            self._undo.append(weakref.finalize(self, self.mixers.let_go))
+            undo.callback(self.mixers.let_go)
+        self._undo = weakref.finalize(self, undo.close)  # once: by `close`, or for a drafter dropped without `detach`
 
     def _require_head(self) -> None:
         if self.lm_head is None:
@@ -183,30 +184,32 @@ class TargetBinding:
         attention_mask: Tensor | dict[str, Tensor | None] | None,
         cache: Any,
         *,
-        logits_to_keep: int | Tensor = 0,
+        logits_to_keep: Tensor | None = None,
     ) -> TargetOutput:
         """One pass over `input_ids` `(B, T)` at `position_ids` `(B, T)`.
 
         Args:
             attention_mask: additive mask(s) as the cache made them.
-            logits_to_keep: as in transformers: 0 all, n the last n, or a 1-D tensor of columns. Tokens all of whose
-                logits are wanted are being verified: each is computed as a forward of its own would.
+            logits_to_keep: columns whose logits are wanted; `None`: all. The tokens are then being verified: each is
+                computed as a forward of its own would.
         """
         if self.most_positions is not None:  # drafts behind a row's end may lie behind the last one
             position_ids = position_ids.clamp(max=self.most_positions - 1)
-        verifies = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        apart = self.one_token_arithmetic.active() if verifies and self.one_token_arithmetic else nullcontext()
+        verifies = logits_to_keep is None and self.one_token_arithmetic
+        apart = self.one_token_arithmetic.active() if verifies else nullcontext()
         with self.taps.turns(), apart:
             output: Any = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
                 attention_mask=attention_mask,
                 use_cache=True,
-                logits_to_keep=logits_to_keep,
+                logits_to_keep=0 if logits_to_keep is None else logits_to_keep,
                 return_dict=True,
                 **{self.cache_argument: cache},
             )
-            logits = _wanted(output.logits, logits_to_keep, input_ids.shape[1])
+            logits = output.logits
+            if logits_to_keep is not None and logits.shape[1] > len(logits_to_keep):  # not asked for by Qwen2-Audio
+                logits = logits[:, logits_to_keep.to(logits.device)]
             return TargetOutput(logits=logits, aux=self.take_aux() if self.taps.are_open else None)
 
     def plain_forward(self, input_ids: Tensor, position_ids: Tensor, cache: Any) -> Any:
@@ -264,8 +267,7 @@ class TargetBinding:
 
     def close(self) -> None:
         """Remove the hooks. The target is as it was before."""
-        for undo in self._undo:
-            undo()
+        self._undo()
         self.mixers = None
 
 
@@ -291,14 +293,6 @@ class Verification:
         """Which nodes see which: what the target takes as `attention_mask` for the placed tree."""
         ancestors, depths = (None, None) if tree.is_chain else (tree.ancestors, tree.depths)
         return self.cache.attention_mask(ancestors, depths, self.binding.compute_dtype)
-
-
-def _wanted(logits: Tensor, keep: int | Tensor, columns: int) -> Tensor:
-    """Those that `logits_to_keep` asks for, of a target that does not look at that argument (Qwen2-Audio)."""
-    count = (keep or columns) if isinstance(keep, int) else len(keep)
-    if logits.shape[1] != columns or count >= columns:
-        return logits
-    return logits[:, -count:] if isinstance(keep, int) else logits[:, keep.to(logits.device)]
 
 
 def _unwrap(target: Any) -> PreTrainedModel:

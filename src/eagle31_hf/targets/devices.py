@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
-_said: set[str] = set()
 
 PROCESSOR_FACTS = Path("/proc/cpuinfo")
 ARITHMETIC = {  # by type: flags (x86) and features (Arm) of processors that multiply it themselves, the best first
@@ -30,7 +30,7 @@ PRECISIONS = ("auto", "stored", *SHORT_NAMES.values(), *SHORT_NAMES)
 """What can be chosen by name."""
 
 
-def cpu_arithmetic(dtype: torch.dtype, facts: Path = PROCESSOR_FACTS) -> str | None:
+def cpu_arithmetic(dtype: torch.dtype) -> str | None:
     """Name of the instructions this CPU multiplies `dtype` with.
 
     Returns:
@@ -39,37 +39,30 @@ def cpu_arithmetic(dtype: torch.dtype, facts: Path = PROCESSOR_FACTS) -> str | N
     if dtype not in ARITHMETIC:
         return "native"
     try:
-        announced = set(facts.read_text(encoding="ascii", errors="replace").lower().split())
+        announced = set(PROCESSOR_FACTS.read_text(encoding="ascii", errors="replace").lower().split())
     except OSError:  # not Linux
         return None
     return next((name for name in ARITHMETIC[dtype] if name in announced), "")
 
 
-def quick_dtype(stored: torch.dtype, device: torch.device | str, facts: Path = PROCESSOR_FACTS) -> torch.dtype:
-    """What weights stored as `stored` are computed in quickest: their own type, unless the device has to emulate it.
-
-    Args:
-        facts: where the system says what the CPU can do.
-    """
+def quick_dtype(stored: torch.dtype, device: torch.device | str) -> torch.dtype:
+    """What weights stored as `stored` are computed in quickest: their own type, unless the device has to emulate it."""
     device = torch.device(device)
-    if device.type == "cpu" and cpu_arithmetic(stored, facts) == "":
+    if device.type == "cpu" and cpu_arithmetic(stored) == "":
         return torch.float32
-    if device.type == "cuda" and stored is torch.bfloat16 and _compute_capability(device) < FIRST_BFLOAT16_CUDA:
+    is_bfloat16 = stored is torch.bfloat16
+    if device.type == "cuda" and is_bfloat16 and torch.cuda.get_device_capability(device) < FIRST_BFLOAT16_CUDA:
         return torch.float16
     return stored
 
 
-def _compute_capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-def precision_caution(model: Any, facts: Path = PROCESSOR_FACTS) -> str:
+def precision_caution(model: Any) -> str:
     """What the owner of a model should know of its precision on its device; empty if that is the quick one."""
     dtype, device = model.dtype, model.device
-    quick = quick_dtype(dtype, device, facts)
+    quick = quick_dtype(dtype, device)
     if quick == dtype or getattr(model, "hf_quantizer", None) is not None:
         return ""
-    kind, better = _name(dtype), _name(quick)
+    kind, better = (str(each).removeprefix("torch.") for each in (dtype, quick))
     place = "this processor" if device.type == "cpu" else "this GPU"
     return (
         f"the target is in {kind}, which {place} has no arithmetic of its own for: verifying several tokens at once is "
@@ -78,12 +71,12 @@ def precision_caution(model: Any, facts: Path = PROCESSOR_FACTS) -> str:
     )
 
 
-def precision_advice(model: Any, facts: Path = PROCESSOR_FACTS) -> str:
+def precision_advice(model: Any) -> str:
     """What its owner may try: `precision_caution`, or a quicker type than float32 where the processor has one."""
-    caution = precision_caution(model, facts)
+    caution = precision_caution(model)
     if caution or model.dtype is not torch.float32 or model.device.type != "cpu":
         return caution
-    instructions = cpu_arithmetic(torch.bfloat16, facts)
+    instructions = cpu_arithmetic(torch.bfloat16)
     if not instructions:
         return ""
     return (
@@ -92,16 +85,11 @@ def precision_advice(model: Any, facts: Path = PROCESSOR_FACTS) -> str:
     )
 
 
-def warn_of_precision(model: Any, facts: Path = PROCESSOR_FACTS) -> None:
-    """Say once what `precision_caution` finds."""
-    caution = precision_caution(model, facts)
-    if caution and caution not in _said:
-        _said.add(caution)
+@lru_cache
+def warn_once(caution: str) -> None:
+    """Say what `precision_caution` has found, if anything."""
+    if caution:
         logger.warning("eagle31: %s", caution)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def now(device: torch.device) -> float:

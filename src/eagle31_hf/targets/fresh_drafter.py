@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -19,33 +19,23 @@ _KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads")  # Falcon
 _CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")  # MPT, Bloom
 
 
-class LayerSizes(NamedTuple):
-    """One decoder layer, its heads as attention sees them; `key_dim` and `value_dim` differ for latent attention."""
-
-    attention_heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    intermediate_size: int
-
-
-def sizes_by_layer(config: PreTrainedConfig) -> list[LayerSizes]:
-    """Sizes of every decoder layer of a model of this configuration."""
-    text = config.get_text_config(decoder=True)
-    if getattr(text, "is_heterogeneous", False):  # Gemma 4: heads of global layers are wider
-        return [_layer_sizes(layer) for layer in text.per_layer_config]
-    return [_layer_sizes(text)] * text.num_hidden_layers
-
-
-def _layer_sizes(layer: PreTrainedConfig) -> LayerSizes:
+def _sizes_of_first_layer(text: PreTrainedConfig) -> dict[str, int]:
+    """As fields of a drafter's configuration."""
+    # Gemma 4: heads of global layers are wider.
+    layer = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
     heads, hidden = layer.num_attention_heads, layer.hidden_size
-    intermediate = _first(layer, _INTERMEDIATE_NAMES) or 4 * hidden
-    if getattr(layer, "kv_lora_rank", None):
-        return LayerSizes(heads, 1, layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim, intermediate)
+    width = getattr(layer, "head_dim", None) or hidden // heads
+    value_width = getattr(layer, "v_head_dim", None) or width
     one_key = getattr(layer, "multi_query", False) and not getattr(layer, "new_decoder_architecture", False)
     kv_heads = 1 if one_key else _first(layer, _KV_HEADS_NAMES) or heads  # Falcon, GPT-BigCode
-    width = getattr(layer, "head_dim", None) or hidden // heads
-    return LayerSizes(heads, kv_heads, width, getattr(layer, "v_head_dim", None) or width, intermediate)
+    if getattr(layer, "kv_lora_rank", None) or value_width != width:
+        kv_heads = heads  # one latent key is no pattern for a layer that has keys of its own
+    return {
+        "intermediate_size": _first(layer, _INTERMEDIATE_NAMES) or 4 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": value_width,
+    }
 
 
 def trained_context(config: PreTrainedConfig) -> int | None:
@@ -66,19 +56,14 @@ def default_config(target: PreTrainedConfig, **overrides: Any) -> Eagle31Config:
     """
     text = target.get_text_config(decoder=True)
     try:
-        layer = sizes_by_layer(text)[0]
         fields: dict[str, Any] = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
+        fields |= _sizes_of_first_layer(text)
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise IncompatibleTargetError(
             f"the target's {type(target).__name__} does not tell the sizes of its layers ({error}); pass "
             "config=Eagle31Config(...) with hidden_size and vocab_size of the target"
         ) from error
     fields |= {
-        "intermediate_size": layer.intermediate_size,
-        "num_attention_heads": layer.attention_heads,
-        # The one latent key of a DeepSeek layer is no pattern for a layer that has keys of its own.
-        "num_key_value_heads": layer.kv_heads if layer.key_dim == layer.value_dim else layer.attention_heads,
-        "head_dim": layer.value_dim,
         "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-5,  # null where the target's norms are others
         "max_position_embeddings": trained_context(text) or UNTOLD_CONTEXT,
         "aux_norm": "per_slot",

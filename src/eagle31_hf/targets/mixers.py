@@ -27,6 +27,7 @@ from ..errors import IncompatibleTargetError
 from .kernel_tape import hold_kernels, is_held, recording
 
 STATE_CALLS = {"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"}
+UNRECORDED = "{} moves its recurrent state on by code that cannot be recorded"
 
 
 def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -90,7 +91,8 @@ class Mixers:
     @property
     def unrecorded(self) -> str:
         """Why chains cannot be read, as far as that is seen without a forward; empty if they can."""
-        return next((why for mixer in self._mixers if (why := mixer.unrecorded)), "")
+        unrecorded = [mixer.name for mixer in self._mixers if mixer.is_recurrent and not is_held(mixer.module)]
+        return UNRECORDED.format(unrecorded[0]) if unrecorded else ""
 
 
 class _Mixer:
@@ -102,13 +104,7 @@ class _Mixer:
         parameters = list(inspect.signature(forward).parameters)
         self._input_name = parameters[1] if len(parameters) > 1 else ""
         self._own: Callable[..., Any] = module.forward
-        self._is_recurrent = "update_recurrent_state" in forward.__code__.co_names
-
-    @property
-    def unrecorded(self) -> str:
-        if not self._is_recurrent or is_held(self.module):
-            return ""
-        return f"{self.name} moves its recurrent state on by code that cannot be recorded"
+        self.is_recurrent = "update_recurrent_state" in forward.__code__.co_names
 
     def install(self, installed: ExitStack) -> None:
         """Stand before the module's own forward until what is `installed` is closed."""
@@ -146,10 +142,9 @@ class _Mixer:
         layer.begin(group)
         with recording() as records:
             out = run(hidden)
-        if len(records) != self._is_recurrent:
+        if len(records) != self.is_recurrent:
             raise IncompatibleTargetError(
-                f"{self.name} moves its recurrent state on by code that cannot be recorded, so that drafts cannot be "
-                "taken back; generate without a drafter"
+                UNRECORDED.format(self.name) + ", so that drafts cannot be taken back; generate without a drafter"
             )
         layer.end(records[0] if records else None)
         return out

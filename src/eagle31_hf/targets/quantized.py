@@ -28,7 +28,8 @@ _DENSE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @torch.no_grad()
 def gather_head_rows(head: nn.Module, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows `rows` `(Vd,)` of an LM head as a dense `(Vd, H)` matrix: a reduced draft vocabulary over a shared head.
+    """Rows `rows` `(Vd,)` of an LM head as a dense `(Vd, H)` matrix: a reduced draft vocabulary over a shared head. The
+    first ones are not copied.
 
     A packed weight's rows cannot be taken by index. Its head is given the unit vectors instead, a few at a time, and
     answers with its columns as it computes with them, in any way of packing.
@@ -36,8 +37,11 @@ def gather_head_rows(head: nn.Module, rows: Tensor, dtype: torch.dtype) -> Tenso
     Args:
         dtype: of the hidden states the head is used to.
     """
-    if (weight := _dense_weight(head)) is not None:
-        return weight[rows.to(weight.device)]
+    weight: Any = getattr(head, "weight", None)
+    if type(head) is nn.Linear and weight.dtype in _DENSE and not hasattr(weight, "__tensor_flatten__"):
+        rows, weight = rows.to(weight.device), weight.detach()
+        are_first = torch.equal(rows, torch.arange(len(rows), device=rows.device))
+        return weight[: len(rows)] if are_first else weight[rows]
     device = next(iter((*head.parameters(), *head.buffers()))).device
     width, count = _head_shape(head)
     rows = rows.to(device)
@@ -50,18 +54,6 @@ def gather_head_rows(head: nn.Module, rows: Tensor, dtype: torch.dtype) -> Tenso
         units.diagonal(offset=start).fill_(1)
         slices.append(head(units)[:, rows] - bias)  # (n, Vd)
     return torch.cat(slices).t().contiguous()
-
-
-def first_head_rows(head: nn.Module, count: int) -> Tensor | None:
-    """The first rows `(count, H)` of an LM head without copying them; `None` if its weight is packed."""
-    weight = _dense_weight(head)
-    return None if weight is None else weight[:count]
-
-
-def _dense_weight(head: nn.Module) -> Tensor | None:
-    weight: Any = getattr(head, "weight", None)
-    dense = type(head) is nn.Linear and weight.dtype in _DENSE and not hasattr(weight, "__tensor_flatten__")
-    return weight.detach() if dense else None
 
 
 def _head_shape(head: nn.Module) -> tuple[int, int]:

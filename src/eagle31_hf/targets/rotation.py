@@ -7,7 +7,6 @@ to some length one way, behind it another. A text is then another one if it is r
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -57,8 +56,9 @@ def rotations_left_alone(decoder: nn.Module) -> Iterator[None]:
     one, also in plain `generate`. A short forward of ours in between would make it another text.
     """
     kept = [(module, module.__dict__) for module in _rotary_modules(decoder)]
-    for module, _ in kept:
-        module.__dict__ = _twin(module).__dict__
+    for module, held in kept:
+        buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+        module.__dict__ = {**held, "_buffers": buffers}
     try:
         yield
     finally:
@@ -89,11 +89,3 @@ def _limit(module: Any, kind: str, layer_type: str | None) -> int | None:
     fields = fields if layer_type is None else fields.get(layer_type) or {}
     name = "original_max_position_embeddings"
     return fields.get(name) or getattr(config, name, 0)
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    """A copy that may change its frequencies."""
-    twin = copy.copy(module)
-    twin.__dict__ = dict(module.__dict__)
-    twin._buffers = {name: None if held is None else held.clone() for name, held in module._buffers.items()}
-    return twin

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,24 +32,22 @@ FAILURES = (
 @torch.no_grad()
 def probe_tree_verification(binding: TargetBinding) -> None:
     """Set `binding.masks_by_type` and `binding.tree_unsupported_reason` (empty if trees are verified right)."""
-    reasons = _seen_without_a_forward(binding)
-    if reasons:
-        binding.tree_unsupported_reason = _failed(reasons[0])
-        return
-    error_of = state_error if binding.has_states else _tree_error
-    with binding.masked_attention(), binding.one_token_arithmetic.active():
-        for masks_by_type in (None, True, False):
-            reasons.append(_why_wrong(binding, partial(error_of, binding, masks_by_type)))
-            if not reasons[-1]:
-                binding.masks_by_type, binding.tree_unsupported_reason = masks_by_type, ""
-                return
-    binding.tree_unsupported_reason = _failed(reasons[0])
+    why = _seen_without_a_forward(binding)
+    if not why:
+        with binding.masked_attention(), binding.one_token_arithmetic.active():
+            for masks_by_type in (None, True, False):
+                binding.masks_by_type = masks_by_type
+                wrong = _why_wrong(binding)
+                if not wrong:
+                    return
+                why = why or wrong
+    binding.tree_unsupported_reason = f"the target failed the tree self-test ({why})"
 
 
-def _why_wrong(binding: TargetBinding, error_of: Callable[[], float]) -> str:
-    """What is wrong with what is tried: it fails, or gives other logits; empty if nothing is."""
+def _why_wrong(binding: TargetBinding) -> str:
+    """What is wrong with drafts by the masks that are tried: they fail, or give other logits; empty if nothing is."""
     try:
-        error = error_of()
+        error = state_error(binding) if binding.has_states else _tree_error(binding)
     except KeyError as failure:
         kinds = sorted(set(getattr(binding.text_config, "layer_types", None) or ()))
         return f"its forward looks for {failure}, which we do not hand on; its config names layers of types {kinds}"
@@ -60,12 +56,8 @@ def _why_wrong(binding: TargetBinding, error_of: Callable[[], float]) -> str:
     return "" if error <= tolerance(binding) else f"logits differ by {error:.2g} of their range"
 
 
-def _failed(why: str) -> str:
-    return f"the target failed the tree self-test ({why})"
-
-
-def _seen_without_a_forward(binding: TargetBinding) -> list[str]:
-    """What a target lacks, in words.
+def _seen_without_a_forward(binding: TargetBinding) -> str:
+    """What a target lacks, in words; empty if that is not seen.
 
     Without positions it counts tokens where they lie, pads too. Windows under names that the cache does not know the
     model's own code masks by, counting keys where they lie and not at their positions (GPT-Neo): in a batch,
@@ -73,19 +65,13 @@ def _seen_without_a_forward(binding: TargetBinding) -> list[str]:
     """
     takes_positions = "position_ids" in inspect.signature(binding.model.forward).parameters
     if not (takes_positions or binding.has_states):  # states are never shown a pad
-        return ["its forward takes no position_ids"]
-    config = binding.text_config
-    longest = getattr(config, "max_position_embeddings", None) or math.inf
-    found = {
-        name: value
-        for name, value in vars(config).items()
-        if "window" in name and name != "sliding_window" and not name.endswith(("pattern", "layers"))
-    }
-    return [
-        f"its layers have a window of {value} tokens, {name}, which our cache does not keep"
-        for name, value in found.items()
-        if type(value) is int and 0 < value < longest
-    ]
+        return "its forward takes no position_ids"
+    longest = getattr(binding.text_config, "max_position_embeddings", None) or math.inf
+    for name, value in vars(binding.text_config).items():
+        is_window = "window" in name and name != "sliding_window" and not name.endswith(("pattern", "layers"))
+        if is_window and type(value) is int and 0 < value < longest:
+            return f"its layers have a window of {value} tokens, {name}, which our cache does not keep"
+    return ""
 
 
 @torch.no_grad()
@@ -110,21 +96,16 @@ def require_readable_states(binding: TargetBinding) -> None:
         )
 
 
-def _probe_length(binding: TargetBinding) -> int:
-    """Tokens of a prompt, more than a window's if that is short."""
-    window = getattr(binding.text_config, "sliding_window", None)
-    return min(window + 3, LONGEST_PROBE) if window else 6
-
-
-def _tree_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
+def _tree_error(binding: TargetBinding) -> float:
     """Largest difference between tree and path logits, as a share of the logits' range, of two rows that are alike."""
     rows = 2  # some models want a mask for each
-    length = _probe_length(binding)
+    window = getattr(binding.text_config, "sliding_window", None)
+    length = min(window + 3, LONGEST_PROBE) if window else 6  # more than a window's if that is short
     tokens = probe_tokens(binding, length + 4)
     prefix, nodes = tokens[:, :length], tokens[:, length:]  # (1, length), (1, 4): root, its children a and b, c below a
-    cache = probe_cache(binding, masks_by_type, rows=rows, length=length)
+    cache = probe_cache(binding, rows=rows, length=length)
     read_prompts(binding, cache, prefix.expand(rows, -1), None)
-    found = Verification(binding, cache)(probe_tree(nodes[0], rows)).logits.float()  # (rows, 4, V)
+    found = Verification(binding, cache)(probe_tree(nodes.expand(rows, -1))).logits.float()  # (rows, 4, V)
 
     long_path = _plain_logits(binding, torch.cat((prefix, nodes[:, [0, 1, 3]]), 1))[-3:]
     short_path = _plain_logits(binding, torch.cat((prefix, nodes[:, [0, 2]]), 1))[-1:]
@@ -132,11 +113,11 @@ def _tree_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
     return logits_error(found, wanted)
 
 
-def probe_tree(nodes: Tensor, rows: int) -> DraftTree:
-    """A root, its children 1 and 2, and a node below 1, the same in all rows. `nodes`: `(4,)`."""
-    parents = torch.tensor([(0, 0, 0, 1)] * rows, device=nodes.device)
+def probe_tree(nodes: Tensor) -> DraftTree:
+    """A root, its children 1 and 2, and a node below 1. `nodes`: `(B, 4)`."""
+    parents = torch.tensor([(0, 0, 0, 1)] * len(nodes), device=nodes.device)
     ancestors = ancestors_from_parents(parents, max_depth=2)
-    return DraftTree(nodes.expand(rows, -1), parents, ancestors.sum(2) - 1, ancestors, max_depth=2, max_children=2)
+    return DraftTree(nodes, parents, ancestors.sum(2) - 1, ancestors, max_depth=2, max_children=2)
 
 
 def _plain_logits(binding: TargetBinding, tokens: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ TINY = torch.finfo(torch.float32).tiny
 ALL_STATES = Mapping[int, Mapping[StateKey, Tensor]]
 
 
-def state_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
+def state_error(binding: TargetBinding) -> float:
     """Largest difference between our rounds and plain decoding, as a share of the range of what is compared."""
     ids = probe_tokens(binding, PREFIX + 7)[0]
     prompts = [ids[:PREFIX], ids[1 : SHORTER + 1]]
@@ -36,7 +36,7 @@ def state_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
     for prompt, counts in zip(prompts, zip(*KEPT, strict=True), strict=True):
         text = [chain[:count] for chain, count in zip(chains, counts, strict=True)]
         plain.append(PlainText(binding, prompt, torch.cat([*text, last])))
-    cache = probe_cache(binding, masks_by_type, rows=len(prompts), length=PREFIX)
+    cache = probe_cache(binding, rows=len(prompts), length=PREFIX)
     padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     read_prompts(binding, cache, padded[:, :CHUNK], [CHUNK, SHORTER])
     read_prompts(binding, cache, padded[:, CHUNK:], [PREFIX - CHUNK, 0])
@@ -83,21 +83,21 @@ def probe_tokens(binding: TargetBinding, count: int) -> Tensor:
     return ids[None]
 
 
-def probe_cache(binding: TargetBinding, masks_by_type: bool | None, *, rows: int, length: int) -> SpeculativeCache:
+def probe_cache(binding: TargetBinding, *, rows: int, length: int) -> SpeculativeCache:
     """For prompts of so many tokens and a few more."""
     return SpeculativeCache.from_config(
-        binding.text_config, batch_size=rows, capacity=length + 8, block=length, masks_by_type=masks_by_type,
-        device=binding.input_device,
+        binding.text_config, batch_size=rows, capacity=length + 8, block=max(length, 4), device=binding.input_device,
+        masks_by_type=binding.masks_by_type,
     )  # fmt: skip
 
 
-def read_prompts(binding: TargetBinding, cache: SpeculativeCache, tokens: Tensor, counts: list[int] | None) -> Tensor:
-    """Logits `(B, 1, V)` after the last of `tokens` `(B, n)`, of which each row has so many; all are committed."""
+def read_prompts(binding: TargetBinding, cache: SpeculativeCache, tokens: Tensor, counts: list[int] | None) -> None:
+    """Read and commit `tokens` `(B, n)`, of which each row has so many; default: all."""
     cache.place(tokens.shape[1], counts=counts)
     mask = cache.attention_mask(dtype=binding.compute_dtype, none_is_causal=binding.none_is_causal)
-    logits = binding.forward(tokens, cache.position_ids(), mask, cache, logits_to_keep=1).logits
+    last = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
+    binding.forward(tokens, cache.position_ids(), mask, cache, logits_to_keep=last)
     cache.commit(tokens.shape[1] if counts is None else counts)
-    return logits
 
 
 def logits_error(found: Tensor, wanted: Tensor) -> float:
