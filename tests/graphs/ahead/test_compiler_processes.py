@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -58,16 +56,16 @@ def test_what_fails_is_told_and_the_next_package_is_written(
 
 @pytest.mark.slow
 def test_two_of_which_the_first_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the system where memory runs out, say; the other goes on."""
+    """By the system where memory runs out, say; the other goes on. Inductor names files by what it compiles: of two
+    processes that compile the same, one would read what is half written, so each has a folder of its own."""
     hand_on_no_program(monkeypatch)
-    both, compile_ = threading.Barrier(2, timeout=60), CompilerProcesses._compile
+    folders, start = list[str](), subprocess.Popen
 
-    def compile_when_both_are_here(self: CompilerProcesses, *files: Path) -> None:
-        """So that neither thread, each of which talks to a process of its own, takes both jobs."""
-        both.wait()
-        compile_(self, *files)
+    def noting(*command: Any, env: dict[str, str], **how: Any) -> subprocess.Popen[str]:
+        folders.append(env["TORCHINDUCTOR_CACHE_DIR"])
+        return start(*command, env=env, **how)
 
-    monkeypatch.setattr(CompilerProcesses, "_compile", compile_when_both_are_here)
+    monkeypatch.setattr(subprocess, "Popen", noting)
 
     def told(processes: CompilerProcesses) -> list[bool]:
         """Whether each of two processes has answered."""
@@ -77,32 +75,15 @@ def test_two_of_which_the_first_is_killed(tmp_path: Path, monkeypatch: pytest.Mo
 
     with CompilerProcesses(2) as processes:
         assert told(processes) == [True, True]
-        assert len(processes._started) == 2
+        assert len({*folders}) == len(processes._started) == 2
+        assert all(folder.startswith(processes._exported.name) for folder in folders)
         processes._started[0].kill()
         assert sorted(told(processes)) == [False, True]
-
-
-def test_each_process_has_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor names files by what it compiles: of two that compile the same, one would read what is half written."""
-    folders, both = [], threading.Barrier(2)
-
-    def start(*_: Any, env: dict[str, str], **__: Any) -> None:
-        folders.append(env["TORCHINDUCTOR_CACHE_DIR"])
-        both.wait(timeout=30)
-        raise OSError
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    with CompilerProcesses(2) as processes:
-        wait([processes.compile(exported(), tmp_path / name) for name in ("a.pt2", "b.pt2")])
-        assert len({*folders}) == 2
-        assert all(folder.startswith(processes._exported.name) for folder in folders)
 
 
 def test_closing_ends_what_has_begun_and_begins_nothing_more(tmp_path: Path) -> None:
     with CompilerProcesses(1) as processes:
         begun = [processes.compile(exported(), tmp_path / f"{number}.pt2") for number in range(3)]
-        while not processes._started:
-            time.sleep(0.01)
     assert len(processes._started) == 1
     assert processes._started[0].returncode is not None
     assert all(each.cancelled() or each.exception() for each in begun)

@@ -11,10 +11,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import TextIO
 
@@ -33,7 +33,7 @@ class CompilerError(RuntimeError):
 
 
 class CompilerProcesses:
-    """Starts processes where there is work; closing it ends them.
+    """Starts processes once there is work; closing it ends them.
 
     Not `multiprocessing`: that would run a script again which has no `if __name__ == "__main__"`.
 
@@ -44,13 +44,11 @@ class CompilerProcesses:
     """
 
     def __init__(self, most: int):
-        self.threads = torch.get_num_threads()
+        self.threads, self._most, self._count = torch.get_num_threads(), most, 0
         self._exported = TemporaryDirectory(prefix="eagle31-")
-        self._threads = ThreadPoolExecutor(most, thread_name_prefix="compiling")  # each talks to a process of its own
-        self._own = threading.local()
-        self._starting = threading.Lock()
+        self._asking = ThreadPoolExecutor(most, thread_name_prefix="compiling")  # each waits for a process
         self._started: list[subprocess.Popen[str]] = []
-        self._count, self._is_closed = 0, False
+        self._idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
 
     @classmethod
     def one_a_core(cls) -> CompilerProcesses:
@@ -65,13 +63,16 @@ class CompilerProcesses:
             Done when it is written, or a `CompilerError`.
 
         Raises:
-            OSError: there is no room to hand the program on.
+            OSError: there is no room to hand the program on, or no process can be started.
         """
+        while len(self._started) < self._most:
+            self._started.append(self._start())
+            self._idle.put(self._started[-1])
         self._count += 1
         handed = Path(self._exported.name) / f"{self._count}.pt2"
         exported.example_inputs = None  # they may be as large as the weights, and say no more than their shapes
         torch.export.save(exported, handed)
-        return self._threads.submit(self._compile, handed, package.absolute())
+        return self._asking.submit(self._compile, handed, package.absolute())
 
     def _compile(self, exported: Path, package: Path) -> None:
         try:
@@ -84,10 +85,8 @@ class CompilerProcesses:
             raise CompilerError(failure)
 
     def _ask(self, job: str) -> str:
-        """The answer of this thread's process, which lives until the pool is closed; empty if it has ended."""
-        if not hasattr(self._own, "process"):
-            self._own.process = self._start()
-        process: subprocess.Popen[str] = self._own.process
+        """The answer of a process; empty if it has ended."""
+        process = self._idle.get()
         assert process.stdin is not None, "opened as pipes"
         assert process.stdout is not None, "opened as pipes"
         try:
@@ -95,11 +94,13 @@ class CompilerProcesses:
             return process.stdout.readline()
         except OSError:
             return ""
+        finally:
+            self._idle.put(process)
 
     def _start(self) -> subprocess.Popen[str]:
         # Inductor writes files by what it compiles: two processes that compile the same would read each other's halves.
-        own = {"TORCHINDUCTOR_CACHE_DIR": f"{self._exported.name}/{threading.get_ident()}"}
-        process = subprocess.Popen(
+        own = {"TORCHINDUCTOR_CACHE_DIR": f"{self._exported.name}/{len(self._started)}"}
+        return subprocess.Popen(
             [sys.executable, "-m", compile_package.__module__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -110,19 +111,12 @@ class CompilerProcesses:
             env=os.environ | own | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             start_new_session=True,  # a group, to be ended together
         )
-        with self._starting:
-            self._started.append(process)
-            if self._is_closed:
-                _end(process)
-        return process
 
     def close(self) -> None:
         """End all processes, whatever they are at."""
-        with self._starting:
-            self._is_closed = True
-            for process in self._started:
-                _end(process)
-        self._threads.shutdown(cancel_futures=True)
+        for process in self._started:
+            _end(process)
+        self._asking.shutdown(cancel_futures=True)
         for process in self._started:
             with suppress(OSError), process:  # waits; what was not sent has nobody to go to
                 pass

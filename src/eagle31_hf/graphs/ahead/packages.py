@@ -48,11 +48,7 @@ class GraphPackages:
 
     def names(self) -> frozenset[str]:
         """Of the graphs that are whole."""
-        try:
-            with os.scandir(self.folder) as entries:
-                return frozenset(entry.name[: -len(".json")] for entry in entries if entry.name.endswith(".json"))
-        except OSError:
-            return frozenset()
+        return frozenset(path.stem for path in self.folder.glob("*.json"))
 
     def load(self, key: GraphKey, outputs: Any) -> LoadedStep:
         """The graph of `key`, which gives such outputs.
