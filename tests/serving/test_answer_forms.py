@@ -176,19 +176,8 @@ def test_a_server_tells_calls_whole_and_in_pieces(client_of, name):
     assert not any(delta.content for delta in deltas)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Hermes JSON",
-        "Qwen XML",
-        "Nemotron JSON",
-        "Mistral",
-        "gpt-oss (harmony)",
-        "Kimi K2",
-        "DeepSeek R1",
-        "DeepSeek V3.1",
-    ],
-)
+@pytest.mark.parametrize("name", ["Hermes JSON", "Qwen XML", "Nemotron JSON", "Mistral", "gpt-oss (harmony)", "Kimi K2",
+                                  "DeepSeek R1", "DeepSeek V3.1"])  # fmt: skip
 def test_marks_inside_strings_stay_there(name):
     values = {"text": 'say "<b>", <tool_call and [TOOL_CALLS', "inner": {"x": "</think>"}}
     calls = [("get_weather", values)]
@@ -302,7 +291,7 @@ def test_calls_are_named_as_the_template_wants_them_back(name, ids):
     ]
     tokenizer, body = tokenizer_of(name), parse(ChatBody, {"model": "demo", "messages": messages, "tools": TOOLS})
     writer = writer_of("demo", tokenizer, form_of(tokenizer), body, [Request((5,), 9)])
-    pieces = writer.pieces(0, Event(Usage(1), FORMS[name][1]([("get_weather", {}), ("f-2", {})]), (5,), finish="stop"))
+    pieces = writer.pieces(0, Event(FORMS[name][1]([("get_weather", {}), ("f-2", {})]), (5,), finish="stop"))
     writer.add(pieces)
     calls = writer.whole([Usage(1)])["choices"][0]["message"]["tool_calls"]
     assert re.fullmatch(ids, " ".join(call["id"] for call in calls))
@@ -313,7 +302,7 @@ def test_one_call_where_one_was_asked_for():
     body = parse(ChatBody, {"model": "demo", "messages": MESSAGES, "tools": TOOLS, "parallel_tool_calls": False})
     tokenizer = tokenizer_of("Hermes JSON")
     writer = writer_of("demo", tokenizer, form_of(tokenizer), body, [Request((5,), 9)])
-    pieces = writer.pieces(0, Event(Usage(1), FORMS["Hermes JSON"][1]([("f-2", {})] * 2), (5,), finish="stop"))
+    pieces = writer.pieces(0, Event(FORMS["Hermes JSON"][1]([("f-2", {})] * 2), (5,), finish="stop"))
     writer.add(pieces)
     assert sum("tool_calls" in piece["choices"][0]["delta"] for piece in pieces) == 1
     assert len(writer.whole([Usage(1)])["choices"][0]["message"]["tool_calls"]) == 1
@@ -368,7 +357,7 @@ def test_a_forced_call_that_is_cut_off_is_one_as_far_as_it_got(name, text, argum
     asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
     tokenizer, body = tokenizer_of(name), parse(ChatBody, asked)
     writer = writer_of("demo", tokenizer, form_of(tokenizer), body, [Request((5,), 9)])
-    writer.add(writer.pieces(0, Event(Usage(1), text, (5,), finish="length")))
+    writer.add(writer.pieces(0, Event(text, (5,), finish="length")))
     (choice,) = writer.whole([Usage(1)])["choices"]
     calls = choice["message"].get("tool_calls", [])
     assert [call["function"] for call in calls] == [{"name": "f-2", "arguments": arguments}] * (arguments is not None)

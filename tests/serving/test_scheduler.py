@@ -35,7 +35,7 @@ class NotedBatch:
         self.log.append("join")
         self.texts.append(self.reading)
         self.reading = None
-        return Event(self.texts[-1].usage, tokens=(1,))
+        return Event(tokens=(1,))
 
     def drop_reading(self):
         self.reading = None
@@ -48,7 +48,7 @@ class NotedBatch:
         ended = [text for text in self.ending if text in self.texts]
         for text in ended:
             self.texts.remove(text)
-        return [(text, Event(text.usage, finish="stop")) for text in ended]
+        return [(text, Event(finish="stop")) for text in ended]
 
     def reset(self):
         self.texts.clear()

@@ -254,7 +254,6 @@ class _Run:
 
     def __init__(self, server: _Server, texts: Sequence[Request]):
         self.server, self.texts = server, texts
-        self.usages = [Usage(len(text.prompt)) for text in texts]
         self.finishes: list[str | None] = [None] * len(texts)
         self._running: list[ServedText] = []
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -276,15 +275,18 @@ class _Run:
             self.cancel()
             raise
 
+    @property
+    def usages(self) -> list[Usage]:
+        """Of all texts, so far."""
+        return [running.usage for running in self._running]
+
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Until all texts have ended."""
-        left = len(self.texts)
-        while left:
+        while None in self.finishes:
             index, event = await self._events.get()
-            self.usages[index], self.finishes[index] = event.usage, event.finish
+            self.finishes[index] = event.finish
             if event.tokens or event.finish:
                 self._observe(index)
-            left -= event.finish is not None
             yield index, event
 
     def _observe(self, index: int) -> None:

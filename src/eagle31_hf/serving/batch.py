@@ -283,7 +283,7 @@ class Batch:
             return self._add_to_text(text, logits, path, emitted)
         except Exception as error:
             logger.exception("eagle31: a text could not be written")
-            return Event.failure(text.usage, error)
+            return Event.failure(error)
 
     def _add_to_text(self, text: ServedText, logits: Tensor, path: list[int], emitted: list[int]) -> Event:
         """Add what a round emitted to a text, up to where that ends; `logits` `(N, V)` are of all nodes."""
@@ -299,7 +299,7 @@ class Batch:
         logprobs = () if top is None else logprobs_of(logits[path[:count]], emitted[:count], top)
         fails = fails and text.writer.finish is None
         finish, error = ("error", text.chooser.processing.failure or NO_TOKEN) if fails else (text.writer.finish, "")
-        return Event(text.usage, shown, tuple(emitted[:count]), logprobs, finish, error)
+        return Event(shown, tuple(emitted[:count]), logprobs, finish, error)
 
 
 def _reads_prompts_otherwise(model: Any) -> bool:

@@ -78,14 +78,14 @@ class Scheduler:
                 left -= self._read(text, left)
             except Exception as error:  # whatever a template, a grammar or a forward raises
                 logger.exception("eagle31: a prompt of %d tokens could not be read", len(text.request.prompt))
-                self._let_go(text, Event.failure(text.usage, error))
+                self._let_go(text, Event.failure(error))
         if self.batch.texts:
             self._round()
 
     def _next_to_read(self) -> ServedText | None:
         for text in self.texts:
             if text.cancelled and text not in self.batch.texts:
-                self._let_go(text, Event(text.usage, finish="cancelled"))
+                self._let_go(text, Event(finish="cancelled"))
         has_row = len(self.batch.texts) < self.batch.max_rows
         return self.batch.reading or (self.waiting[0] if self.waiting and has_row else None)
 
@@ -106,11 +106,11 @@ class Scheduler:
     def _join(self, text: ServedText) -> None:
         """The prompt has been read: its text begins."""
         if text.request.prompt_logprobs is not None:
-            self._tell(text, Event(text.usage, prompt_logprobs=tuple(text.prompt_logprobs)))
+            self._tell(text, Event(prompt_logprobs=tuple(text.prompt_logprobs)))
         if text.request.max_new_tokens:
             self._tell(text, self.batch.join())
         else:
-            self._let_go(text, Event(text.usage, finish="length"))
+            self._let_go(text, Event(finish="length"))
 
     def _let_go(self, text: ServedText, event: Event) -> None:
         """End a text that has not written anything."""
@@ -130,7 +130,7 @@ class Scheduler:
         except Exception as error:
             logger.exception("eagle31: a round of %d texts failed", len(texts))
             self.batch.reset()
-            brought = [(text, Event.failure(text.usage, error)) for text in texts]
+            brought = [(text, Event.failure(error)) for text in texts]
         for text, event in brought:
             self._tell(text, event)
 
@@ -139,17 +139,17 @@ class Scheduler:
         for text in cancelled:
             self.batch.leave(text)
         brought = self.batch.round() if self.batch.texts else []
-        return [*brought, *((text, Event(text.usage, finish="cancelled")) for text in cancelled)]
+        return [*brought, *((text, Event(finish="cancelled")) for text in cancelled)]
 
     def stop(self, why: str) -> None:
         """End all texts; the last that is asked for."""
         for text in self.texts:
-            self._tell(text, Event(text.usage, finish="error", error=why))
+            self._tell(text, Event(finish="error", error=why))
 
     def _tell(self, text: ServedText, event: Event) -> None:
         if event.finish is not None:
             self.requests[event.finish] += 1
-            self.totals.update(asdict(event.usage))
+            self.totals.update(asdict(text.usage))
         try:
             text.on_event(event)
         except Exception:  # of a listener, which is no other text's

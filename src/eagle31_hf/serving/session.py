@@ -7,7 +7,7 @@ holds for the next prompt is `loop.carried_cache`'s to say.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,20 +145,31 @@ class ChatSession:
                 "undo, or begin anew with reset"
             )
         form, most = form_of(self.tokenizer), min(self.max_new_tokens, room)
-        decoder = IncrementalDecoder(self.tokenizer, marks=form.marks)
-        pieces = _Pieces(AnswerParser(self.tokenizer, form, ids), on_piece)
+        decoder, parser = IncrementalDecoder(self.tokenizer, marks=form.marks), AnswerParser(self.tokenizer, form, ids)
+        answered: list[AnswerPart] = []
         self._stop.asked = False
-        started = time.perf_counter()
-        written = self._generate(ids, most, RoundStreamer(decoder, pieces.add))
-        pieces.end()
+        started, first_at = time.perf_counter(), 0.0
+
+        def show(parts: Sequence[AnswerPart], drafted: bool) -> None:
+            answered.extend(parts)
+            for part in parts:
+                on_piece(Piece(part.content or part.reasoning, drafted, thought=bool(part.reasoning)))
+
+        def show_text(text: str, drafted: bool) -> None:
+            nonlocal first_at
+            first_at = first_at or time.perf_counter()
+            show(parser.feed(text), drafted)
+
+        written = self._generate(ids, most, RoundStreamer(decoder, show_text))
+        show(parser.finish(), drafted=False)
         seconds = time.perf_counter() - started
         stats = self.drafter.stats
         assert stats is not None, "generate with our drafter leaves stats"
         if stats.loop != "own":  # the cache holds a text that is recorded nowhere
             self._cache = DynamicCache(config=self.target.config)
         finish = "stopped" if self._stop.asked else "length" if written >= most else "stop"
-        first_token_s = (pieces.first_at or started) - started
-        return Answer(pieces.content, pieces.thought, stats, len(ids), first_token_s, seconds, finish)
+        content, thought = "".join(part.content for part in answered), "".join(part.reasoning for part in answered)
+        return Answer(content, thought, stats, len(ids), (first_at or started) - started, seconds, finish)
 
     def _generate(self, ids: list[int], max_new_tokens: int, streamer: RoundStreamer) -> int:
         """Write the answer; returns how many tokens it has."""
@@ -211,24 +222,3 @@ class _StopWhenAsked(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         return torch.full((input_ids.shape[0],), self.asked, dtype=torch.bool, device=input_ids.device)
-
-
-class _Pieces:
-    """The pieces of an answer, and when the first token came; 0 before."""
-
-    def __init__(self, parser: AnswerParser, on_piece: Callable[[Piece], None]):
-        self._parser, self._on_piece = parser, on_piece
-        self.first_at, self.content, self.thought = 0.0, "", ""
-
-    def add(self, text: str, drafted: bool) -> None:
-        self.first_at = self.first_at or time.perf_counter()
-        self._tell(self._parser.feed(text), drafted=drafted)
-
-    def end(self) -> None:
-        self._tell(self._parser.finish(), drafted=False)
-
-    def _tell(self, parts: list[AnswerPart], *, drafted: bool) -> None:
-        for part in parts:
-            self.content += part.content
-            self.thought += part.reasoning
-            self._on_piece(Piece(part.content or part.reasoning, drafted, thought=bool(part.reasoning)))

@@ -112,7 +112,6 @@ class Event:
     """What a round brought for one text.
 
     Attributes:
-        usage: so far.
         text: new characters; what may turn out to be the beginning of a stop string is held back.
         tokens: new ids; the last of a round is the target's own, those before it were drafted and accepted.
         finish: `"stop"` (end of sequence or a stop string), `"length"`, `"cancelled"` or `"error"`; `None`: it goes on.
@@ -120,7 +119,6 @@ class Event:
         prompt_logprobs: of the prompt's tokens but for its first, if asked for; told once, before any token.
     """
 
-    usage: Usage
     text: str = ""
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -129,9 +127,9 @@ class Event:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     @classmethod
-    def failure(cls, usage: Usage, error: Exception) -> Event:
+    def failure(cls, error: Exception) -> Event:
         """The last of a text that an error ended."""
-        return cls(usage, finish="error", error=f"{type(error).__name__}: {error}")
+        return cls(finish="error", error=f"{type(error).__name__}: {error}")
 
 
 OnEvent = Callable[[Event], None]
