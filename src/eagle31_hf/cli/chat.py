@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -173,50 +174,42 @@ CHAT_COMMANDS: dict[str, Callable[[Chat, str], None]] = {f"/{name}": getattr(Cha
 
 
 class _AnswerView:
-    """An answer as it appears; thoughts folded to a line that counts them."""
+    """An answer as it appears; thoughts folded to a line that counts their words."""
 
     def __init__(self, console: Console, *, colour: bool, thoughts: bool):
         self._console, self._colour, self._thoughts = console, colour, thoughts
         self._writer: terminal.StreamedText | None = None
-        self._thinking: terminal.StreamedText | None = None
+        self._shows_thought = False  # what the writer shows
         self._folded = 0  # words thought and not shown
 
     def add(self, piece: Piece) -> None:
-        if piece.thought:
-            self._add_thought(piece.text)
+        if piece.thought and not self._thoughts:
+            self._fold(piece.text)
             return
-        if self._writer is None:
-            text = piece.text.lstrip("\n")
+        text = piece.text
+        if self._writer is None or self._shows_thought != piece.thought:
+            text = text.lstrip("\n")
             if not text:
                 return
-            self._end_thought()
-            self._writer = terminal.StreamedText(self._console, LABEL)
-            piece = Piece(text, piece.drafted, piece.thought)
-        self._writer.add(piece.text, terminal.ACCEPTED_STYLE if self._colour and piece.drafted else "")
+            self.end()
+            self._writer, self._shows_thought = terminal.StreamedText(self._console, LABEL), piece.thought
+        accepted = terminal.ACCEPTED_STYLE if self._colour and piece.drafted else ""
+        self._writer.add(text, THOUGHT_STYLE if piece.thought else accepted)
 
     def end(self) -> None:
-        self._end_thought()
         if self._writer is not None:
             self._writer.end()
-
-    def _add_thought(self, text: str) -> None:
-        if self._thoughts:
-            self._thinking = self._thinking or terminal.StreamedText(self._console, LABEL)
-            self._thinking.add(text, THOUGHT_STYLE)
-            return
-        self._folded += len(text.split())
-        if self._console.is_terminal:
-            self._console.control(ERASE_LINE)
-            self._console.print(f"{LABEL}thinking … {self._folded} words", end="", style=THOUGHT_STYLE)
-
-    def _end_thought(self) -> None:
-        if self._thinking is not None:
-            self._thinking.end()
-            self._thinking = None
-        elif self._folded:
+            self._writer = None
+        if self._folded:
             self._console.control(ERASE_LINE)
             self._console.print(f"{LABEL}thought {self._folded} words (--thoughts shows them)", style=THOUGHT_STYLE)
             self._folded = 0
+
+    def _fold(self, thought: str) -> None:
+        self._folded += len(thought.split())
+        if self._console.is_terminal:
+            self._console.control(ERASE_LINE)
+            self._console.print(f"{LABEL}thinking … {self._folded} words", end="", style=THOUGHT_STYLE)
 
 
 def answer_line(answer: Answer) -> Text:
@@ -243,11 +236,7 @@ def _interrupt_stops(session: ChatSession) -> Iterator[None]:
         session.stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    try:
-        before = signal.signal(signal.SIGINT, stop)
-    except ValueError:  # not the main thread: there are no signals to take
-        yield
-        return
+    before = signal.signal(signal.SIGINT, stop)
     try:
         yield
     finally:
@@ -257,17 +246,13 @@ def _interrupt_stops(session: ChatSession) -> Iterator[None]:
 @contextmanager
 def _keys_unseen() -> Iterator[None]:
     """What is typed during an answer, Ctrl-C too, is not written into it."""
-    try:
-        import termios
-    except ImportError:  # on Windows
+    if not sys.stdin.isatty() or find_spec("termios") is None:  # which Windows lacks
         yield
         return
-    try:
-        keyboard = sys.stdin.fileno()
-        before = termios.tcgetattr(keyboard)
-    except (OSError, ValueError, termios.error):  # no terminal
-        yield
-        return
+    import termios
+
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
     silent = [*before]
     silent[3] &= ~termios.ECHO
     termios.tcsetattr(keyboard, termios.TCSADRAIN, silent)

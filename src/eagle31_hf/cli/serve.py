@@ -7,6 +7,7 @@ import logging
 import re
 import socket
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import ConfigurationError, count
@@ -92,15 +93,12 @@ def serve(
 
 
 def _check_packages() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigurationError(
-            f"the server needs the package {error.name}: pip install fastapi uvicorn prometheus-client, or "
-            "install this package with its extra 'serve'"
-        ) from error
+    for name in ("fastapi", "prometheus_client", "uvicorn"):
+        if find_spec(name) is None:
+            raise ConfigurationError(
+                f"the server needs the package {name}: pip install fastapi uvicorn prometheus-client, or install this "
+                "package with its extra 'serve'"
+            )
 
 
 def _print_requests() -> None:
