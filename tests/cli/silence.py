@@ -8,7 +8,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 
@@ -23,16 +23,13 @@ class Watched:
 
     Attributes:
         silence_cpu_s: most processor seconds that it and its children took between two writes.
-        silence_s: most seconds that passed.
-        before: the end of what was on the screen at the longest silence.
+        before: the end of what was on the screen then.
     """
 
-    output: str = ""
-    code: int | None = None
-    silence_cpu_s: float = 0.0
-    silence_s: float = 0.0
-    before: str = ""
-    gaps: list[tuple[float, float, str]] = field(default_factory=list)
+    output: str
+    code: int
+    silence_cpu_s: float
+    before: str
 
 
 def watch(
@@ -55,9 +52,9 @@ def watch(
             os.execv(command[0], list(command))
         finally:  # it could not be started, and this is still the test's own process
             os._exit(127)
-    seen, left, looked_from, output = Watched(), list(answers), 0, b""
-    started = wrote_at = time.monotonic()
+    left, looked_from, output, started = list(answers), 0, b"", time.monotonic()
     used = used_at_write = 0.0
+    silences: list[tuple[float, bytes]] = []
     while True:
         try:
             has_written = bool(select.select([screen], [], [], LOOK_S)[0])
@@ -67,12 +64,11 @@ def watch(
             break
         if has_written and not piece:
             break
-        now = time.monotonic()
-        if now - started > MOST_S:
+        if time.monotonic() - started > MOST_S:
             os.kill(process, signal.SIGKILL)
         if piece:
-            seen.gaps.append((used - used_at_write, now - wrote_at, output[-60:].decode(errors="replace")))
-            wrote_at, used_at_write = now, used
+            silences.append((used - used_at_write, output[-60:]))
+            used_at_write = used
             output += piece
         if left and left[0][0].encode() in output[looked_from:]:
             looked_from, reply = len(output), left.pop(0)[1]
@@ -80,13 +76,11 @@ def watch(
                 os.write(screen, reply.encode())
             else:
                 reply(process, output.decode(errors="replace"))
-    seen.gaps.append((used - used_at_write, time.monotonic() - wrote_at, output[-60:].decode(errors="replace")))
+    longest, before = max([*silences, (used - used_at_write, output[-60:])])
     _, status = os.waitpid(process, 0)
     os.close(screen)
-    seen.output, seen.code = output.decode(errors="replace"), os.waitstatus_to_exitcode(status)
-    seen.silence_cpu_s, _, seen.before = max(seen.gaps)
-    seen.silence_s = max(gap[1] for gap in seen.gaps)
-    return seen
+    shown, last = output.decode(errors="replace"), before.decode(errors="replace")
+    return Watched(shown, os.waitstatus_to_exitcode(status), longest, last)
 
 
 def _processor_seconds(process: int) -> float:

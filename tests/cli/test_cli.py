@@ -98,6 +98,18 @@ def test_generate_without_comparison_samples_a_tree(tmp_path):
     assert stats["drafted"] <= 5 * stats["rounds"]
 
 
+@pytest.mark.parametrize("planned", [(), ("--memory", "auto", "--context", 256)], ids=["as it is", "planned"])
+def test_generate_writes_the_same_text_without_a_drafter(tmp_path, planned):
+    path = tmp_path / "figures.json"
+    asked = ("generate", "--target", TARGET, "--dtype", "float32", "--prompt", PROMPT, "--max-new-tokens", 24)
+    out = run(*asked, *planned, "--drafter", "none", "--json", path).stdout
+    answer = next(line for line in out.splitlines() if line.startswith("assistant: "))
+    assert answer in run(*asked, "--drafter", DRAFTER, "--no-compare").stdout.splitlines()
+    record = json.loads(path.read_text())
+    assert record["stats"]["loop"] == "own"
+    assert not planned or record["plan"]["settings"]["draft_tokens"] == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_generate_on_a_gpu(tmp_path):

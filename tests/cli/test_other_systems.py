@@ -53,15 +53,10 @@ ENCODED = "from eagle31_hf.cli import main; main()"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["cp1251", "cp932", "gbk"])
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1251", "cp932", "gbk"])
 def test_a_chat_goes_on_in_any_encoding(encoding):
     given = b"I need a table for two.\n\xff\xff\x98\xa0\nThank you.\n/system \xa9\xe9\n/help\n/quit\n"
     out, err = run("chat", code=ENCODED, given=given, PYTHONIOENCODING=encoding)
     assert b"acceptance length" in out
     assert b"Traceback" not in err
-
-
-@pytest.mark.slow
-def test_a_line_that_is_no_text_gets_one_line():
-    out, _ = run("chat", code=ENCODED, given=b"\xff\xfe\n/quit\n", PYTHONIOENCODING="utf-8")
-    assert b"is no character" in out
+    assert encoding != "utf-8" or b"is no character" in out, "a line that is no text gets one line"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from batches import PIECE, assert_plain, batch_of, read_in_pieces, text_of
@@ -13,8 +11,7 @@ from eagle31_hf.memory.apply_plan import plan_of_run
 from eagle31_hf.memory.ledger import UPDATE, MemorySettings
 from eagle31_hf.memory.target_facts import read_target
 from families import clamped_target, recurrent_target
-from helpers import configured, demo_tokenizer, random_drafter, random_prompts
-from loopback import LoadedPair, chat, serving
+from helpers import configured, random_drafter, random_prompts
 
 ROWS = 3
 
@@ -77,23 +74,3 @@ def test_a_prompt_that_is_given_up_leaves_nothing() -> None:
         assert held
         assert not any(state.any() for state in held)
         assert_plain(batch, [(prompt, 8)])
-
-
-def test_eight_clients_at_once_get_the_texts_each_would_get_alone() -> None:
-    """Over HTTP, on fewer rows than there are clients, one of whom leaves while it is answered."""
-    target = recurrent_target("qwen3_5_text", vocab_size=8192)
-    pair = LoadedPair(target, random_drafter(target, aux_layers=[1, 2, 3]), demo_tokenizer())
-    questions = [f"Is {number} a prime, or what divides it?" for number in range(8)]
-    alone = {question: pair.answer(question, max_new_tokens=24) for question in questions}
-
-    def ask(question: str) -> str | None:
-        if question == questions[3]:
-            stream = chat(served.client(), [{"role": "user", "content": question}], max_tokens=200, stream=True)
-            next(iter(stream))
-            stream.close()
-        messages = [{"role": "user", "content": question}]
-        return chat(served.client(), messages, max_tokens=24).choices[0].message.content
-
-    with serving(pair) as served, ThreadPoolExecutor(8) as crowd:
-        for _ in range(2):  # the second time from what the first has left
-            assert dict(zip(questions, crowd.map(ask, questions), strict=True)) == alone

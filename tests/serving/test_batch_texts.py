@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import assert_plain, batch_of, plain, text_of, write_all
+from batches import assert_plain, batch_of, plain, read_in_pieces, text_of, write_all
 
 from eagle31_hf import Eagle31Drafter, NoDrafter
 from eagle31_hf.demo import CONVERSATIONS
@@ -78,7 +78,10 @@ def test_texts_that_come_and_go_are_those_of_generate(name: str, rows: int, sche
     with configured(drafter, **fields):
         batch = batch_of(drafter, rows, context=256)
         texts = assert_plain(batch, list(zip(prompts, NEW_TOKENS, SAMPLINGS, strict=True)))
+        next_turns = [([*text.tokens, 7, 8], 9, text.request.sampling) for text in reversed(texts)]
+        resumed = assert_plain(batch, next_turns)
     assert batch.stats.drafted > 0
+    assert any(text.usage.cached_tokens for text in resumed) is (name != "on nemotron_h"), "its prompts are read whole"
     if is_demo:
         assert batch.stats.accepted > 0
         assert sum(text.usage.rounds for text in texts) < sum(NEW_TOKENS)
@@ -112,6 +115,29 @@ def test_a_text_takes_as_few_rounds_as_by_generate(temperature: float) -> None:
             write_all(batch_of(drafter, rows, context=512, chunk=32), texts)
             served = sum(text.usage.completion_tokens - 1 for text in texts) / sum(text.usage.rounds for text in texts)
             assert served >= 0.97 * tokens / rounds, rows
+
+
+def test_drafts_that_are_right_go_on() -> None:
+    drafter = drafter_of("demo-target")
+    with configured(drafter, num_assistant_tokens=5):
+        batch = batch_of(drafter, 2, context=256, chunk=64)
+        write_all(batch, [text_of(chat, 60) for chat in chats()[:2]])
+    assert batch.stats.skipped_rounds == 0
+    assert batch.stats.acceptance_length > 2
+
+
+@pytest.mark.parametrize("lengths", [(2, 2), (2, 3)])
+def test_the_end_of_all_texts_cuts_a_draft(lengths: tuple[int, int]) -> None:
+    """A prompt's own scores give the first token, the target's the last one."""
+    drafter = drafter_of("demo-target")
+    with configured(drafter, num_assistant_tokens=4), torch.inference_mode():
+        batch = batch_of(drafter, 2, context=256, chunk=64)
+        texts = [text_of(chat, length) for chat, length in zip(chats(), lengths, strict=False)]
+        for text in texts:
+            read_in_pieces(batch, text, writing=False)
+        batch.round()
+    assert max(text.usage.drafted for text in texts) == max(lengths) - 2
+    assert not batch.stats.skipped_rounds, "where nothing can be drafted, that says nothing of the drafter"
 
 
 def test_requests_without_a_seed_differ_and_are_drafted_alike() -> None:

@@ -177,18 +177,6 @@ def test_targets_that_keep_states_are_captured(family: str, recorder: Recorder) 
     assert batch.stats.acceptance_length > 1.5
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "falcon_h1"])
-def test_prompts_of_one_token(family: str, recorder: Recorder) -> None:
-    """Nothing of them is in the caches when they join: first of all, and in places that others have left."""
-    batch = batch_of(drafter_on(family), ROWS)
-    prompts = [[7], *random_prompts(4, seed=3), [9], [11], *random_prompts(2, seed=4), [13]]
-    wanted = {tuple(prompt): plain(batch.binding.model, prompt, 14) for prompt in prompts}
-    batch.rounds = OracleRound(batch.rounds, batch, wanted)
-    assert_plain(batch, [(prompt, 14) for prompt in prompts])
-    assert recorder.replayed > 20
-    assert batch.stats.fallbacks == []
-
-
 def test_a_drafter_that_sees_a_window_is_eager() -> None:
     assert batch_of(drafter_on("llama", sliding_window=8)).rounds.graphs is None
 

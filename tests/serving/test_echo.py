@@ -80,23 +80,3 @@ def test_several_prompts_and_choices_are_each_echoed(client, pair):
 def test_a_prompt_of_one_token_follows_nothing(client, pair):
     told = ask(client, prompt=[ids_of(pair)[-1]], max_tokens=0, logprobs=2).choices[0]
     assert (told.logprobs.token_logprobs, told.logprobs.text_offset) == ([None], [0])
-
-
-@pytest.mark.parametrize("logprobs", [None, 2])
-def test_a_stream_adds_up_to_the_whole(client, logprobs):
-    whole = ask(client, prompt=PROMPT, max_tokens=6, logprobs=logprobs).choices[0]
-    pieces = [piece.choices[0] for piece in ask(client, prompt=PROMPT, max_tokens=6, logprobs=logprobs, stream=True)]
-    assert "".join(piece.text for piece in pieces) == whole.text
-    assert pieces[-1].finish_reason == "length"
-    if logprobs is not None:
-        for part in ("tokens", "text_offset", "token_logprobs"):
-            told = [value for piece in pieces for value in getattr(piece.logprobs, part) or ()]
-            assert told[1:] == pytest.approx(getattr(whole.logprobs, part)[1:], abs=1e-4)
-
-
-def test_texts_beside_an_echo_are_as_ever(client, pair):
-    """The room of a prompt that was only scored is the next one's."""
-    for _ in range(6):
-        ask(client, prompt=PROMPT, max_tokens=0, logprobs=1)
-    told = client.completions.create(model=MODEL, prompt=ids_of(pair), temperature=0, max_tokens=12)
-    assert told.choices[0].text == pair.text(ids_of(pair), max_new_tokens=12)

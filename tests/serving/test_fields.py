@@ -123,15 +123,8 @@ def test_what_clients_send_by_habit_is_answered_and_named(served, pair, caplog):
     one = HTTP.post(f"{served.url}/v1/chat/completions", json={**body, **dict.fromkeys(HABITS), "store": True})
     assert one.headers["x-ignored-fields"] == "store"
     assert caplog.text.count("store") == 1, "each is named once"
-    assert "reasoning_effort" in told.headers["x-ignored-fields"] + caplog.text
-
-
-def test_every_ignored_field_is_in_the_header(served):
-    for name, value in HABITS.items():
-        body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "stream": name == "user", name: value}
-        told = HTTP.post(f"{served.url}/v1/chat/completions", json=body)
-        assert told.status_code == 200, told.text
-        assert told.headers["x-ignored-fields"] == name.replace("ключ", "????")
+    named = {name.replace("ключ", "????") for name in HABITS}
+    assert set(told.headers["x-ignored-fields"].split(", ")) == named
 
 
 def test_a_request_without_a_model_is_for_the_one_that_is_served(served):
@@ -220,20 +213,11 @@ def test_nulls_of_tools_are_left_out(served, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"chat_template": "{{ 6 * 7 }}"},
-        {"tools": []},
-        {"messages": []},
-        {"tokenize": False},
-        {"padding": "max_length", "max_length": 10**6},
-        {"tokenizer_kwargs": {"truncation": True}},
-        {"return_tensors": "pt"},
-    ],
+    "name", ["chat_template", "tools", "messages", "tokenize", "padding", "tokenizer_kwargs", "return_tensors"]
 )
-def test_a_clients_template_options_are_variables(texts_of, options):
-    with pytest.raises(ApiError, match=f"{next(iter(options))!r} is the server's own to set") as refused:
-        texts_of(chat_template_kwargs=options)
+def test_a_clients_template_options_are_variables(texts_of, name):
+    with pytest.raises(ApiError, match=f"{name!r} is the server's own to set") as refused:
+        texts_of(chat_template_kwargs={name: "x"})
     assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from eagle31_hf import Eagle31Drafter, NoDrafter
 from eagle31_hf.demo import CONVERSATIONS
@@ -13,7 +12,7 @@ from eagle31_hf.generate import routes
 from eagle31_hf.sampling.logits_processing import sampling_options
 from eagle31_hf.serving.session import ChatSession
 from eagle31_hf.texts.chats import encode_chat
-from helpers import GROUPED, random_drafter, random_target, seeded
+from helpers import seeded
 from mtp_targets import target_with_head
 
 USER_TURNS = [message["content"] for message in CONVERSATIONS[0] if message["role"] == "user"]
@@ -132,14 +131,6 @@ def test_a_conversation_that_is_full_says_so_and_stays_as_it_was(pair):
     assert session.turns == before
 
 
-def test_a_pair_that_our_loop_cannot_serve_carries_no_cache(pair, monkeypatch):
-    monkeypatch.setattr(pair.drafter.generation_config, "speculation_loop", "plain")
-    session = ChatSession(*pair, max_new_tokens=40)
-    for turn in USER_TURNS:
-        assert session.ask(turn).content == plain(pair, session)
-    assert session.answers[-1].stats.loop == "plain"
-
-
 def test_drawn_answers_that_another_loop_writes_get_no_cache_of_another_history(pair, session, monkeypatch):
     """Plain decoding believes a cache, and after `undo` it holds what is no longer said."""
     monkeypatch.setattr(routes, "why_noise_is_unknown", lambda device: "tried in a test")
@@ -153,23 +144,3 @@ def test_drawn_answers_that_another_loop_writes_get_no_cache_of_another_history(
         session.undo()
     session.set_temperature(0.0)
     assert session.ask(USER_TURNS[1]).content == plain(pair, session)
-
-
-@pytest.mark.parametrize("undoes", [False, True])
-def test_a_chat_that_gets_longer_than_what_is_rotated_alike(pair, undoes):
-    """As with Phi-3: behind some length the model rotates all positions otherwise, those in a cache included."""
-    factors = [1 + 0.3 * i for i in range(8)], [2 + 1.7 * i for i in range(8)]
-    scaling = {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[1], "factor": 8.0}
-    config = LlamaConfig(
-        **{**GROUPED, "vocab_size": 8192, "max_position_embeddings": 1024},
-        rope_scaling={**scaling, "original_max_position_embeddings": 50},
-    )
-    target = random_target(config)
-    pair = pair._replace(target=target, drafter=random_drafter(target))
-    session = ChatSession(*pair, max_new_tokens=20)
-    session.ask("Hello there my friend")
-    if undoes:
-        session.undo()
-    answer = session.ask(" ".join(USER_TURNS))
-    assert answer.stats.loop == "plain"
-    assert answer.content == plain(pair, session)
