@@ -40,7 +40,7 @@ def test_what_is_kept_is_counted(out: Path, tmp_path: Path) -> None:
     assert describe_kept(out) == "2 self-written prompts, 2 answers, stage1 up to step 1,500"
     report = TrainingReport(out, PLAN, (StageResult("stage1", 30, 1.0, {}),))
     (out / "training_report.json").write_text(json.dumps(report.to_dict()))
-    assert describe_kept(out).endswith("stage1, finished")
+    assert describe_kept(out).endswith("stage1, finished at step 30")
     assert describe_kept(tmp_path / "none") == ""
 
 

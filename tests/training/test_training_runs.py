@@ -69,7 +69,7 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     assert said.count("changed   ") == 1
     assert "changed   max_steps 1 instead of 2\n" in said
     more = train_drafter(replace(told, resume=True, max_steps=5, learning_rate=0.5), console=console)
-    assert "changed   max_steps 5 instead of 1, learning_rate 0.5 instead of 0.002\n" in console.file.getvalue()
+    assert "changed   max_steps 5 instead of 2, learning_rate 0.5 instead of 0.002\n" in console.file.getvalue()
     assert more.stages[0].steps == 5
     assert (told.out / "model.safetensors").read_bytes() != weights
     recorded = json.loads((told.out / "training_report.json").read_text())

@@ -60,7 +60,7 @@ class Counting:
         )
         self._task = self.bar.add_task(title, total=total, note=f"0 of {total:,}")
         self._started_at = self._said_at = time.monotonic()
-        self._ended, self.figures = 0, ""
+        self._ended, self._kept, self.figures = 0, -1, ""
 
     def advance(self, ended: int, underway: float = 0.0) -> None:
         """So many more have ended; `underway` is how much of the others is done, so that the bar moves meanwhile."""
@@ -68,6 +68,7 @@ class Counting:
         done = max(self._ended + underway, self.bar.tasks[0].completed)
         self.bar.update(self._task, completed=done, note=self._so_far())
         if self._resumes and ended:
+            self._kept = ended
             self._say(f"{self._so_far()}, kept from an earlier run")
         elif time.monotonic() - self._said_at >= LINE_EVERY_S:
             seconds = self.bar.tasks[0].time_remaining
@@ -81,10 +82,10 @@ class Counting:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.bar.stop()
         minutes = (time.monotonic() - self._started_at) / 60
-        if kind is None:
-            self._say(f"{self._so_far()} in {minutes:.1f} minutes")
-        else:
+        if kind is not None:
             say(self._console, f"{self._title}: stopped at {self._so_far()}")
+        elif self._ended != self._kept:
+            self._say(f"{self._so_far()} in {minutes:.1f} minutes")
 
     def _so_far(self) -> str:
         return f"{self._ended:,} of {self._total:,}{self.figures}"
@@ -155,11 +156,11 @@ def describe_kept(out: Path) -> str:
     lines = {what: sum(path.read_bytes().count(b"\n") for path in _written(out, name)) for name, what in TEXTS.items()}
     parts = [count(number, what) for what, number in lines.items() if number]
     report = read_report(out)
-    finished = {stage.name for stage in report.stages} if report else set()
+    finished = {stage.name: stage.steps for stage in report.stages} if report else {}
     for stage in (f"stage{number}" for number in STAGES):
         checkpoint = last_checkpoint(out / stage)
         if stage in finished:
-            parts.append(f"{stage}, finished")
+            parts.append(f"{stage}, finished at step {finished[stage]:,}")
         elif checkpoint is not None:
             parts.append(f"{stage} up to step {step_of(checkpoint):,}")
     return ", ".join(parts)

@@ -215,25 +215,29 @@ def learning_curve(log: Sequence[dict[str, float]], tokens_per_step: float) -> t
 # --- the record -------------------------------------------------------------------------------------------------------
 
 
+RECIPES_FILE = "recipes.json"
 Recipes = list[list[Any]]
 """What the steps of a run are done with: from behind which step on, and the options that decide what is learned."""
 
 
-def note_recipe(folder: Path, done: int, recipe: dict[str, str]) -> tuple[Recipes, str]:
-    """Keep in a stage's `folder` what is done from behind step `done` on.
+def recipes_of(folder: Path, done: int, recipe: dict[str, str]) -> tuple[Recipes, str]:
+    """What the steps of a run are done with, `recipe` from behind step `done` on, and how it differs from the last.
 
-    Returns:
-        What each step of the run is done with, and how `recipe` differs from what an earlier run was given.
+    Args:
+        folder: of the stage.
     """
-    file = folder / "recipes.json"
+    file = folder / RECIPES_FILE
     stored: Recipes = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     recipes = [each for each in stored if each[0] < done]  # of steps behind it nothing is left
     if not recipes or recipes[-1][1] != recipe:
         recipes.append([done, recipe])
-    if recipes != stored:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(recipes), encoding="utf-8")
     return recipes, differences(stored[-1][1], recipe) if stored else ""
+
+
+def keep_recipes(folder: Path, recipes: Recipes) -> None:
+    """For the run that resumes this one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECIPES_FILE).write_text(json.dumps(recipes), encoding="utf-8")
 
 
 def recipe_of(settings: TrainingSettings) -> dict[str, str]:

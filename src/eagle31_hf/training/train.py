@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -42,16 +43,16 @@ from .objectives import AcceptanceModel, DistillationModel, require_stage_two
 from .preparation import is_small, load_target, make_drafter, precision_of_result, resolve, set_vocabulary, split_rows
 from .progress import Counting, LiveProgress, StopRequest, is_first_process, open_folder, say, telling_what_is_kept
 from .report import (
-    Recipes,
     StageResult,
     TrainingPlan,
     TrainingReport,
     checkpoint_bytes,
+    keep_recipes,
     learning_curve,
     make_record,
-    note_recipe,
     read_report,
     recipe_of,
+    recipes_of,
     time_measurement,
     time_step,
     training_bytes,
@@ -128,11 +129,17 @@ class Run:
         self.bf16 = is_quick and target.device.type != "mps"  # which Trainer refuses
         # Who has written its share waits for the slowest: hours, where a large target writes long answers.
         self.processes = PartialState(cpu=target.device.type == "cpu", timeout=timedelta(days=1))
+        self.rank = self.processes.process_index
         self.started = time.monotonic()
-        self.recipes: Recipes = []
+        done = 0 if self.checkpoint is None else step_of(self.checkpoint)
+        self.recipes, self.changed = recipes_of(self.folder, done, recipe_of(self.settings))
 
     def execute(self) -> TrainingReport:
         settings = self.settings
+        if settings.resume and self.changed:
+            say(self.console, f"changed   {self.changed}")
+        if earlier := self._finished(settings.max_steps):
+            return earlier
         drafter = make_drafter(settings, self.target)  # before hours of writing: what does not fit shall not cost that
         documents, prompts = self.read_texts()
         counts = count_supervised(documents, self.target.config.get_text_config().vocab_size)
@@ -140,12 +147,8 @@ class Run:
             set_vocabulary(drafter, self.target, build_vocabulary(counts, settings.draft_vocab_size))
         dataset = PackedDocuments(documents, settings.max_length, seed=settings.seed)
         steps = self._steps_by_settings(len(dataset))
-        earlier = read_report(settings.out) if settings.resume else None
-        if earlier is not None and earlier.stages[0].name == self.stage and steps is not None:
-            if earlier.plan.steps >= steps:
-                say(self.console, f"finished  by an earlier run of {earlier.plan.steps:,} steps; nothing is trained")
-                return earlier
-            say(self.console, f"going on  from the {earlier.plan.steps:,} steps of an earlier run")
+        if earlier := self._finished(steps):
+            return earlier
         if settings.stage == "2":
             require_stage_two(self.target, documents, settings.temperature)
         model = OBJECTIVES[settings.stage](
@@ -159,13 +162,13 @@ class Run:
         self._write(drafter, report)
         return report
 
-    def _note_recipe(self) -> None:
-        """Say what is done otherwise than by the run that is resumed; the card says it, too."""
-        if is_first_process():
-            done = 0 if self.checkpoint is None else step_of(self.checkpoint)
-            self.recipes, changed = note_recipe(self.folder, done, recipe_of(self.settings))
-            if changed:
-                say(self.console, f"changed   {changed}")
+    def _finished(self, steps: int | None) -> TrainingReport | None:
+        """What an earlier run made that did so many steps."""
+        earlier = read_report(self.settings.out) if self.settings.resume else None
+        if earlier is None or steps is None or earlier.stages[0].name != self.stage or earlier.plan.steps < steps:
+            return None
+        say(self.console, f"finished  by an earlier run of {count(earlier.plan.steps, 'step')}; nothing is trained")
+        return earlier
 
     # --- texts ---------------------------------------------------------------------------------------------------
 
@@ -198,7 +201,8 @@ class Run:
         files = [source for source in settings.prompts if self_prompt_count(source) is None]
         written = sum(self_prompt_count(source) or 0 for source in settings.prompts)
         rows = self._read(files) if files else []
-        self._note_recipe()  # what cannot be read leaves no folder behind
+        if is_first_process():  # not before: what cannot be read leaves no folder behind
+            keep_recipes(self.folder, self.recipes)
         return with_keys(rows + (self._self_prompts(written) if written else []))
 
     def _read(self, sources: Sequence[str]) -> list[Conversation]:
@@ -211,11 +215,10 @@ class Run:
 
     def _self_prompts(self, number: int) -> list[Conversation]:
         """Each process writes its share; what several wrote alike is kept once."""
-        settings, processes = self.settings, self.processes
-        rank = processes.process_index
-        share = number // processes.num_processes + (rank < number % processes.num_processes)
-        path = data_file(settings.out, "prompts", rank)
-        seed = settings.seed * processes.num_processes + rank
+        settings = self.settings
+        share = len(self._share(range(number)))
+        path = data_file(settings.out, "prompts", self.rank)
+        seed = settings.seed * self.processes.num_processes + self.rank
         with Counting(self.console, "the target writes prompts", share, resumes=True) as counting:
             mine = write_prompts(
                 self.target, self.tokenizer, path, share, write_rows=settings.write_rows, seed=seed,
@@ -225,11 +228,11 @@ class Run:
         return [row for row in gather_object(mine) if is_new(row.messages[0]["content"], seen)]
 
     def _regenerate(self, conversations: Sequence[Conversation]) -> list[Conversation]:
-        settings, processes = self.settings, self.processes
+        settings = self.settings
         if settings.regenerate == "none":
             return list(conversations)
-        path = data_file(settings.out, "conversations", processes.process_index)
-        mine = conversations[processes.process_index :: processes.num_processes]
+        path = data_file(settings.out, "conversations", self.rank)
+        mine = self._share(conversations)
         with Counting(self.console, "the target writes answers", len(mine), resumes=True) as counting:
             written = regenerate(
                 mine, self.target, self.tokenizer, path, settings,
@@ -238,10 +241,13 @@ class Run:
         by_key = {conversation.key: conversation for conversation in gather_object(written)}
         return [by_key[conversation.key] for conversation in conversations if conversation.key in by_key]
 
+    def _share(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Those that this process writes for."""
+        return items[self.rank :: self.processes.num_processes]
+
     def _known_texts(self, drafter: Eagle31Drafter, prompts: list[EvaluationPrompt]) -> list[KnownTexts]:
         """This process's share of the texts by which drafters are measured: greedy ones, and of what is served."""
-        processes = self.processes
-        mine = prompts[processes.process_index :: processes.num_processes]
+        mine = self._share(prompts)
         temperatures = tuple(dict.fromkeys((0.0, *(self.settings.temperature or (own_temperature(self.target),)))))
         served = served_processing(self.target, temperatures[-1])
         if not served.fits_draft_vocabulary:
@@ -251,8 +257,8 @@ class Run:
             return [
                 write_texts(
                     drafter.binding, mine, temperature, max_new_tokens=self.settings.eval_new_tokens,
-                    seed=self.settings.seed + processes.process_index, on_progress=counting.advance,
-                    kept=data_file(self.settings.out, "measured", processes.process_index),
+                    seed=self.settings.seed + self.rank, on_progress=counting.advance,
+                    kept=data_file(self.settings.out, "measured", self.rank),
                 )
                 for temperature in temperatures
             ]  # fmt: skip
