@@ -14,7 +14,8 @@ import transformers as hf
 from tiny_checkpoints import random_tensors, save, save_shards
 from torch import Tensor
 
-from eagle31_hf import Eagle31Drafter
+from eagle31_hf import Eagle31Config, Eagle31Drafter
+from eagle31_hf.checkpoints.eagle_network import expected_shapes
 from helpers import random_target, seeded
 from reference_drafter import Latent, Reference, plain_frequencies
 
@@ -95,54 +96,24 @@ class Case:
 
 
 def network(case: Case) -> dict[str, Tensor]:
-    """Its tensors without prefixes."""
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (WIDTH, len(case.tapped) * case.target_width)}
-    if case.fc_bias:
-        shapes["fc.bias"] = (WIDTH,)
-    norms = {"norm": WIDTH, "hidden_norm": WIDTH}
-    for number in range(case.layers):
-        prefix = f"layers.{number}." if number else ""
-        weights, widths = layer(case, read=WIDTH if number else 2 * WIDTH)
-        shapes |= {f"{prefix}{name}.weight": shape for name, shape in weights.items()}
-        norms |= {f"{prefix}{name}": width for name, width in widths.items()}
-    if case.own_head:
-        shapes["lm_head.weight"] = (VOCABULARY if case.whole else DRAFTS, WIDTH)
-    if case.embeds:
-        shapes["embed_tokens.weight"] = (VOCABULARY, WIDTH)
-    if case.aux_norm == "per_slot":
-        norms |= {f"fc_norm.{slot}": case.target_width for slot in range(len(case.tapped))}
-    elif case.aux_norm:
-        norms["input_norm"] = len(case.tapped) * case.target_width
+    """Its tensors, those of the first layer without a prefix."""
+    latent = {name: case.config.get(name, size) for name, size in LATENT_FIELDS.items()} if case.latent else {}
+    config = Eagle31Config(
+        hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=case.layers, num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS, head_dim=case.head_dim, vocab_size=VOCABULARY,
+        draft_vocab_size=None if case.whole else DRAFTS, target_hidden_size=case.target_width,
+        num_aux_hidden_states=len(case.tapped), aux_norm=case.aux_norm or "none", qk_norm=case.norms,
+        fc_bias=case.fc_bias, own_lm_head=case.own_head, own_embedding=case.embeds, **latent,
+    )  # fmt: skip
+    shapes = {name.removeprefix("layers.0."): shape for name, shape in expected_shapes(config).items() if name != "d2t"}
     tensors = {name: tensor * 1.5 / tensor.shape[-1] ** 0.5 for name, tensor in random_tensors(shapes).items()}
     with seeded(3):
-        tensors |= {f"{name}.weight": 1 + 0.2 * torch.randn(width) for name, width in norms.items()}
+        tensors |= {name: 1 + 0.2 * torch.randn(shape) for name, shape in shapes.items() if "norm" in name}
         tensors = {name: tensor.to(case.dtype) for name, tensor in tensors.items()}
         if not case.whole:
             ids = torch.randperm(VOCABULARY)[:DRAFTS].sort().values
             tensors["d2t"] = (ids - torch.arange(DRAFTS)).to(case.map_dtype)
     return tensors
-
-
-def layer(case: Case, read: int) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
-    """Shapes of a layer's matrices, whose attention reads so many features, and widths of its norms."""
-    norms = {"input_layernorm": WIDTH, "post_attention_layernorm": WIDTH}
-    if case.latent:
-        query = HEADS * (LATENT.plain + LATENT.rotated)
-        if case.config["q_lora_rank"] is None:
-            attention = {"q_proj": (query, read)}
-        else:
-            attention = {"q_a_proj": (12, read), "q_b_proj": (query, 12)}
-            norms["self_attn.q_a_layernorm"] = 12
-        attention |= {"kv_a_proj_with_mqa": (14, read), "kv_b_proj": (HEADS * 11, 10), "o_proj": (WIDTH, HEADS * 5)}
-        norms["self_attn.kv_a_layernorm"] = 10
-    else:
-        rows, few = HEADS * case.head_dim, KV_HEADS * case.head_dim
-        attention = {"q_proj": (rows, read), "k_proj": (few, read), "v_proj": (few, read), "o_proj": (WIDTH, rows)}
-    if case.norms:
-        norms |= {"self_attn.q_norm": case.head_dim, "self_attn.k_norm": case.head_dim}
-    matrices = {f"self_attn.{name}": shape for name, shape in attention.items()}
-    matrices |= {"mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH), "mlp.down_proj": (WIDTH, INNER)}
-    return matrices, norms
 
 
 def stored(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -63,6 +63,8 @@ class DraftSession:
         )
         self._root: DraftState | None = None
         self._rotary: tuple[Tensor, Tensor] | None = None  # (B, depths, d) from the present lengths on
+        kind = str(drafter.rotary_emb.rope_type)
+        self.rotates_by_length = "dynamic" in kind or kind == "longrope"  # all positions, by the text's length
         unread = MOST_UNREAD if batch_size == 1 else MOST_UNREAD_OF_SEVERAL
         self._unread = UnreadPositions(min(unread, self.cache.block))  # arguments of `absorb` that were put off
         self._depths: list[int] = []  # of the draft's positions that were stepped over
@@ -235,7 +237,8 @@ class DraftSession:
     def rotary_ahead(self, count: int) -> tuple[Tensor, Tensor]:
         """Rotations `(B, count, d)` of each row's next positions; more are made at once."""
         if self._rotary is None or count > self._rotary[0].shape[1]:
-            width = max(count, ROTARY_AHEAD if self.cache.batch_size == 1 else ROTARY_DEPTHS)
+            ahead = ROTARY_AHEAD if self.cache.batch_size == 1 else ROTARY_DEPTHS
+            width = count if self.rotates_by_length else max(count, ahead)
             positions = self.cache.placement.lengths_tensor[:, None] + torch.arange(width, device=self.device)
             self._rotary = self.drafter.rotary(positions)
         cos, sin = self._rotary

@@ -231,8 +231,6 @@ class CompiledDrafting:
         self.session, self.graphs = session, graphs
         self.drafter, self.draft_ids = session.drafter, session.draft_ids
         self.inputs = GraphInputs(session.cache)
-        kind = str(session.drafter.rotary_emb.rope_type)
-        self._asks_length = "dynamic" in kind or kind == "longrope"  # which a graph would have to ask the device
 
     @property
     def root(self) -> DraftState:
@@ -303,7 +301,7 @@ class CompiledDrafting:
 
     def rotary(self, count: int) -> Rotary | None:
         """Tables of the next positions for a graph that cannot make them itself."""
-        return self.session.rotary_ahead(count) if self._asks_length else None
+        return self.session.rotary_ahead(count) if self.session.rotates_by_length else None
 
     # --- whole drafts --------------------------------------------------------------------------------------------
 
