@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from eagle31_hf.cache.row_pool import RowPool, resume_row
 from eagle31_hf.cache.spans import LayerKind, LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import Recorded
-from eagle31_hf.cache.states import CONVOLUTION, RECURRENT, StateLayer
+from eagle31_hf.cache.states import CONVOLUTION, RECURRENT
 from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
 from helpers import first_row
 
@@ -104,7 +105,7 @@ def test_a_forward_that_fails_leaves_nothing() -> None:
     cache.place(1, is_draft=True)
     layer = cache.with_states[0]
     layer.begin(cache.placement.groups[0])
-    layer.handed_out(REC).fill_(99)  # and then it fails
+    cache.get_recurrent_state(0).fill_(99)  # and then it fails
     cache.rollback(cache.lengths)
     assert states(cache) == before
 
@@ -128,7 +129,7 @@ def test_a_commit_that_fails_half_way_is_no_prefix(monkeypatch: pytest.MonkeyPat
     cache.commit(2)
     read(cache, [[3.0]])
     with monkeypatch.context() as broken:
-        broken.setattr(StateLayer, "after_moves", lambda *_: (_ for _ in ()).throw(MemoryError))
+        broken.setattr("eagle31_hf.cache.states.make_moves", mock.Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             cache.commit(1)
     with pytest.raises(UnsupportedGenerationError, match="layers with states"):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache import states
-from eagle31_hf.cache.states import StateLayer
 from eagle31_hf.drafter.session import DraftSession
 from families import clamped_target, recurrent_target
 from helpers import configured, left_padded, oracle_drafts, random_drafter, random_prompts
@@ -43,8 +42,9 @@ def test_text_is_what_it_would_have_been(family: str, batch: int) -> None:
     faults = {
         "a layer, in the prompt": Fault(1).in_module(layer),
         "a layer, in a round": Fault(3).in_module(layer),
-        "states are kept": Fault(3 * 2).before(StateLayer, "after_moves"),
-        "some states are kept": Fault(3 * 2).before(states, "make_moves"),
+        "states are kept": Fault(3).before(states, "state_moves"),
+        "some states are kept": Fault(2).before(states, "make_moves"),
+        "all states are kept": Fault(3).after(states, "make_moves"),
         "the drafter reads on": Fault(2).before(DraftSession, "put_off"),
     }
     for where, failing in faults.items():

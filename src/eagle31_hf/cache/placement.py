@@ -98,8 +98,6 @@ class Placement:
         """Nothing is placed."""
         self.num_tokens = 0  # 0: nothing placed
         self.after = 0  # block nodes already written by earlier forwards of this round
-        self.start: int | None = 0  # first slot written when rows have equal length; None: see `slots`
-        self.visible_slots = 0  # slots `[0, visible_slots)` take part in attention
         self._slots: DeviceCopies | None = None
         self.counts: Sequence[int] | None = None  # tokens of each row that layers with states read, as are these:
         self.is_draft = False
@@ -108,8 +106,16 @@ class Placement:
     def place(self, num_tokens: int, after: int) -> None:
         """So many tokens of each row, behind nodes of earlier forwards."""
         self.num_tokens, self.after, self._slots = num_tokens, after, None
-        self.visible_slots = self.longest + self.block_end
-        self.start = self.longest + after if self.rows_alike else None
+
+    @property
+    def start(self) -> int | None:
+        """First slot that is written where rows are of equal length; `None`: see `slots`."""
+        return self.longest + self.after if self.rows_alike else None
+
+    @property
+    def visible_slots(self) -> int:
+        """How many slots, from the first on, take part in attention."""
+        return self.longest + self.block_end
 
     @property
     def slots(self) -> DeviceCopies:

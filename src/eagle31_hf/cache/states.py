@@ -34,10 +34,10 @@ StateKey = tuple[str, int]
 
 
 class BlockTrace(NamedTuple):
-    """What a block of drafts left in one layer, by which its states can be moved on, as tuples that a graph may give.
+    """What a block left in one layer, by which its states can be moved on, as tuples that a graph may give.
 
     Attributes:
-        after: states after a single token, `(B, ...)`.
+        after: states after a chunk of a prompt or a single token, `(B, ...)`, in one order always.
         windows: convolutions' windows and a chain's columns behind them, `(B, C, K + T)`.
         recorded: what a chain's recurrence was given; `None` without one.
     """
@@ -140,43 +140,25 @@ class StateLayer(LinearAttentionLayer):
         return self._after[key][:rows]
 
     @property
-    def _left_whole(self) -> list[tuple[StateKey, Tensor]]:
-        """States that the block has left as they are, in one order always; the others follow from what a chain left."""
-        taped = [*self._windows, *([] if self._recorded is None else [(RECURRENT, 0)])]
-        rows = self.placement.batch_size
-        return [(key, self._after[key][:rows]) for key in self._committed if key not in taped]
-
-    def after_moves(self, last: LastNodes) -> Moves:
-        """Of a block that was no chain: states of the rows that keep it."""
-        moves = [(self._live(key), after) for key, after in self._left_whole]
-        if last.common is not None:
-            return moves
-        for number, (live, after) in enumerate(moves):
-            keeps = (last.on(live.device) >= 0).view(-1, *[1] * (live.dim() - 1))
-            moves[number] = live, torch.where(keeps, after, live)
-        return moves
-
-    @property
     def _all_written(self) -> set[tuple[StateKey, RowGroup]]:
         return {(key, rows) for key in self._committed for rows in self.placement.groups}
 
-    def require_all_written(self) -> None:
-        """Raise an `IncompatibleTargetError` if a state was not written by the block."""
+    def trace(self) -> BlockTrace:
+        """What the placed block has left.
+
+        Raises:
+            IncompatibleTargetError: a state was not written.
+        """
         missing = sorted({key for key, _ in self._all_written - self._written})
         if missing:
             raise IncompatibleTargetError(
                 f"layer {self.index} of the target did not write its states {missing}: a module was replaced after the "
                 "drafter was attached; attach the drafter again, or generate without one"
             )
-
-    def trace(self) -> BlockTrace:
-        """What the placed block has left.
-
-        Raises:
-            IncompatibleTargetError: as of `require_all_written`.
-        """
-        self.require_all_written()
-        return BlockTrace(tuple(self._left_whole), tuple(self._windows.items()), self._recorded)
+        taped = [*self._windows, *([] if self._recorded is None else [(RECURRENT, 0)])]
+        rows = self.placement.batch_size
+        after = [(key, self._after[key][:rows]) for key in self._committed if key not in taped]
+        return BlockTrace(tuple(after), tuple(self._windows.items()), self._recorded)
 
     def take_over(self, trace: BlockTrace) -> None:
         """The placed block has left this: another layer, which began with the same states, has read it."""
@@ -188,16 +170,6 @@ class StateLayer(LinearAttentionLayer):
     def committed(self) -> dict[StateKey, Tensor]:
         """What is committed of all rows, where it lies."""
         return {key: self._live(key) for key in self._committed}
-
-    @property
-    def taped_windows(self) -> list[tuple[Tensor, Tensor]]:
-        """Committed windows, each with what it was part of."""
-        return [(self._live(key), columns) for key, columns in self._windows.items()]
-
-    @property
-    def taped_states(self) -> list[tuple[Tensor, Recorded]]:
-        """The committed state of a recurrence that was recorded, with what goes on from it."""
-        return [] if self._recorded is None else [(self._live((RECURRENT, 0)), self._recorded)]
 
     # Called by transformers' own code --------------------------------------------------------------------------------
 
@@ -290,14 +262,20 @@ class StateLayer(LinearAttentionLayer):
         return [self._committed[key] for key in sorted(self._committed)]
 
 
-def state_moves(layers: Sequence[StateLayer], last: LastNodes) -> Moves:
-    """Committed states of all layers, each with that after the rows' last kept nodes. Nothing is written."""
-    return [move for layer in layers for move in layer.after_moves(last)] + _taped_moves(layers, last)
+Block = tuple[Mapping[StateKey, Tensor], BlockTrace]
+"""A layer's committed states, and what a block has left in it."""
 
 
-def _taped_moves(layers: Sequence[StateLayer], last: LastNodes) -> Moves:
-    moved = moved_windows([pair for layer in layers for pair in layer.taped_windows], last)
-    return moved + rebuilt_states([pair for layer in layers for pair in layer.taped_states], last)
+def state_moves(blocks: Sequence[Block], last: LastNodes) -> Moves:
+    """Committed states of layers, each with that after the rows' last kept nodes. Nothing is written."""
+    moves = [(committed[key], after) for committed, trace in blocks for key, after in trace.after]
+    if last.common is None:
+        for number, (state, after) in enumerate(moves):
+            keeps = (last.on(state.device) >= 0).view(-1, *[1] * (state.dim() - 1))
+            moves[number] = state, torch.where(keeps, after, state)
+    windows = [(committed[key], columns) for committed, trace in blocks for key, columns in trace.windows]
+    taped = [(committed[RECURRENT, 0], trace.recorded) for committed, trace in blocks if trace.recorded is not None]
+    return moves + moved_windows(windows, last) + rebuilt_states(taped, last)
 
 
 def settle_states(layers: Sequence[StateLayer], last: LastNodes) -> None:
@@ -306,14 +284,12 @@ def settle_states(layers: Sequence[StateLayer], last: LastNodes) -> None:
     Raises:
         IncompatibleTargetError: a state was not written by the block. Nothing is committed.
     """
-    for layer in layers:
-        layer.require_all_written()
-    if last.common is not None:
-        make_moves([move for layer in layers for move in layer.after_moves(last)])
-    else:  # each row's own are copies: of one layer at a time
-        for layer in layers:
-            make_moves(layer.after_moves(last))
-    make_moves(_taped_moves(layers, last))
+    blocks = [(layer.committed, layer.trace()) for layer in layers]
+    if layers[0].placement.is_chain or last.common is not None:
+        make_moves(state_moves(blocks, last))
+    else:  # states of rows that go on beside rows that do not are copied first: of one layer at a time
+        for block in blocks:
+            make_moves(state_moves([block], last))
 
 
 Settle = Callable[[Sequence[StateLayer], LastNodes], None]

@@ -180,9 +180,6 @@ def _settle(last: Tensor, traces: Sequence[BlockTrace], committed: CommittedStat
 
 
 def _moved(last: LastNodes, traces: Sequence[BlockTrace], committed: CommittedStates) -> tuple[Tensor, ...]:
-    for layer, trace in zip(committed.layers, traces, strict=True):
-        layer.take_over(trace)
-    moved = {id(state): new for state, new in state_moves(committed.layers, last)}
-    for layer in committed.layers:
-        layer.release_block()
+    blocks = [(layer.committed, trace) for layer, trace in zip(committed.layers, traces, strict=True)]
+    moved = {id(state): new for state, new in state_moves(blocks, last)}
     return tuple([moved[id(state)] for state in buffers_of(committed)])

@@ -358,7 +358,7 @@ class DryRun(CountedForwards):
             states = sum(map(_committed_bytes, with_states))
             is_chain = is_draft and forward.tokens > 1
             recorded = sum(layer.state_bytes for layer in with_states) - 2 * states if is_chain else 0
-            windows = sum(_committed_bytes(layer, CONVOLUTION) for layer in with_states if layer.taped_states)
+            windows = sum(_committed_bytes(layer, CONVOLUTION) for layer in with_states if layer.trace().recorded)
             counter.restart_peak()
             left = counter.live_bytes
             cache.commit(forward.tokens)
