@@ -19,8 +19,7 @@ from ..errors import named_line
 from ..loop.survive import is_out_of_memory
 from ..targets.binding import TargetBinding, Verification
 from ..targets.prompt_forward import PromptForward, PromptOutput
-from ..targets.self_test import FAILURES, probe_tree, tolerance
-from ..targets.state_test import logits_error, probe_cache, probe_tokens
+from ..targets.self_test import FAILURES, logits_error, probe_cache, probe_tokens, probe_tree, tolerance
 from .call import Call, beside_tokens, left_padding, prompt_forward
 
 

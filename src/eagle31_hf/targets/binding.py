@@ -212,11 +212,6 @@ class TargetBinding:
                 logits = logits[:, logits_to_keep.to(logits.device)]
             return TargetOutput(logits=logits, aux=self.take_aux() if self.taps.are_open else None)
 
-    def plain_forward(self, input_ids: Tensor, position_ids: Tensor, cache: Any) -> Any:
-        """One pass as plain `generate` makes it, over a stock cache and without a mask."""
-        arguments = {"input_ids": input_ids, "position_ids": position_ids, self.cache_argument: cache}
-        return self.model(**arguments, use_cache=True, return_dict=True)
-
     def aside(self) -> AbstractContextManager[None]:
         """Around forwards that belong to no text: they leave the target as it was."""
         return rotations_left_alone(self.decoder)
