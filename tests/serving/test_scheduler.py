@@ -16,8 +16,9 @@ from eagle31_hf.stats import SpeculationStats
 class NotedBatch:
     """A batch without a model; prompts are as long as `lengths` says, or of one token."""
 
-    def __init__(self, max_rows, lengths):
+    def __init__(self, max_rows, lengths, prefill_chunk):
         self.max_rows, self.lengths, self.stats = max_rows, list(lengths), SpeculationStats()
+        self.prefill_chunk = prefill_chunk
         self.texts, self.reading, self.to_read = [], None, 0
         self.began, self.log, self.ending, self.fails = [], [], [], False
 
@@ -54,8 +55,8 @@ class NotedBatch:
         self.texts.clear()
 
 
-def scheduler(lengths=(), *, max_rows=2, max_waiting=4, read_budget=8):
-    return Scheduler(NotedBatch(max_rows, lengths), max_waiting=max_waiting, read_budget=read_budget)
+def scheduler(lengths=(), *, max_rows=2, max_waiting=4, prefill_chunk=8):
+    return Scheduler(NotedBatch(max_rows, lengths, prefill_chunk), max_waiting=max_waiting)
 
 
 def submit(made, told=None):
@@ -82,7 +83,7 @@ def test_a_long_prompt_is_read_in_pieces_while_others_write_and_at_once_while_no
 
 def test_short_prompts_join_together_between_two_rounds():
     """One a round would leave rows empty: a text here takes fewer rounds than there are rows."""
-    made = scheduler([5] * 12, max_rows=16, max_waiting=16, read_budget=80)
+    made = scheduler([5] * 12, max_rows=16, max_waiting=16, prefill_chunk=80)
     for _ in range(12):
         submit(made)
     begun = [0]

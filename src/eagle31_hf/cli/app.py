@@ -8,8 +8,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 from itertools import pairwise
 from typing import Annotated, Any
@@ -74,27 +73,18 @@ class LazyCommand(TyperCommand):
         from .progress import waiting_for
 
         name = self.name
-        with waiting_for("starting"), _no_garbage():  # torch and transformers take seconds
-            module = import_module(f".{'generate' if name == 'demo' else name}", __package__)
+        with waiting_for("starting"):  # torch and transformers take seconds
+            gc.disable()  # what modules define stays: to look through it again and again takes a fifth of that
+            try:
+                module = import_module(f".{'generate' if name == 'demo' else name}", __package__)
+            finally:
+                gc.enable()
+        if not gc.get_freeze_count():  # the first command of a process
+            gc.freeze()
         _quiet_transformers()  # it may just have been imported
         alone = typer.Typer(add_completion=False)
         alone.command(name)(getattr(module, str(name)))
         return get_command(alone)
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """What modules define stays, and looking through it for garbage again and again takes long while there is ever more
-    of it."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if not gc.get_freeze_count():  # the first command of a process
-            gc.freeze()
-        if was_enabled:
-            gc.enable()
 
 
 class LazyCommands(TyperGroup):

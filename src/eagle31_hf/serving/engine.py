@@ -68,7 +68,7 @@ class Engine:
         self.form = form_of(tokenizer)
         chunk, rows = settings.prefill_chunk, settings.max_rows
         self.batch = Batch(drafter, tokenizer, max_rows=rows, context=settings.context, prefill_chunk=chunk)
-        self.scheduler = Scheduler(self.batch, max_waiting=settings.max_waiting, read_budget=chunk)
+        self.scheduler = Scheduler(self.batch, max_waiting=settings.max_waiting)
         self._work = threading.Condition()
         self._accepts, self._stopping = True, False
         self.deadline = math.inf

@@ -1,6 +1,6 @@
 """Who reads and who writes next: a bounded queue, prompts read in pieces between rounds, and what texts are told.
 
-    submit ──► waiting ──► reading (one at a time, at most `read_budget` tokens between two rounds) ──► writing ──► gone
+    submit ──► waiting ──► reading (one at a time, a chunk of tokens between two rounds) ──► writing ──► gone
 
 First come, first served. A round is a pass of all that write; nobody's stream waits longer than a round and one budget
 of reading. Several short prompts are read between two rounds, so that rows do not stand empty; each of them takes a
@@ -33,14 +33,13 @@ class Scheduler:
     Args:
         batch: reads and writes.
         max_waiting: requests that may wait beyond those a row is free for.
-        read_budget: prompt tokens read between two rounds while others write.
 
     Attributes:
         requests, totals: texts that have ended, by how, and sums of their `Usage`.
     """
 
-    def __init__(self, batch: Batch, *, max_waiting: int, read_budget: int):
-        self.batch, self.max_waiting, self.read_budget = batch, max_waiting, read_budget
+    def __init__(self, batch: Batch, *, max_waiting: int):
+        self.batch, self.max_waiting = batch, max_waiting
         self.waiting: list[ServedText] = []
         self.requests, self.totals = Counter[str](), Counter[str]()
 
@@ -72,7 +71,7 @@ class Scheduler:
     def turn(self) -> None:
         """Read prompts as far as the budget goes, or whole where nothing is written yet; then a round of all that
         write. What fails ends the text that is read, or those of the round."""
-        left = self.read_budget
+        left = self.batch.prefill_chunk
         while (left > 0 or not self.batch.texts) and (text := self._next_to_read()) is not None:
             try:
                 left -= self._read(text, left)
@@ -95,7 +94,7 @@ class Scheduler:
         if batch.reading is not text:
             self.waiting.remove(text)
             batch.begin(text)
-            taken = max(0, self.read_budget // PROMPTS_IN_A_BUDGET - batch.to_read)
+            taken = max(0, batch.prefill_chunk // PROMPTS_IN_A_BUDGET - batch.to_read)
         num_tokens = batch.to_read if is_alone else min(batch.to_read, max(0, left - taken))
         if num_tokens:
             batch.read(num_tokens)
