@@ -36,7 +36,7 @@ def test_a_plan_counts_the_head_inside_the_target(target, tmp_path):
 def test_a_text_is_written_by_the_head_with_and_without_a_plan(target, tmp_path):
     kept = tmp_path / "text.json"
     options = ("--prompt", PROMPT, "--max-new-tokens", 8, "--no-compare", "--json", kept)
-    run("generate", "--target", target, *options)
+    assert "drafting by its own MTP head" in run("generate", "--target", target, *options).stdout
     assert json.loads(kept.read_text())["stats"]["drafted"] > 0, "no drafter is named"
     planned = ("--drafter", "mtp", "--memory", "auto", "--context", 128)
     assert "drafter in full precision" in run("generate", "--target", target, *planned, *options).output

@@ -47,14 +47,9 @@ def test_a_field_that_is_read_reaches_the_text(texts_of, name):
 
 def test_completions_are_tokenized_as_they_ask(served):
     translator, asked = Translator(served.engine), []
-
-    def tokenize(text, *, add_special_tokens):
-        asked.append(add_special_tokens)
-        return {"input_ids": [5]}
-
-    translator._tokenizer = tokenize
+    translator._tokenizer = lambda text, *, add_special_tokens: asked.append(add_special_tokens) or {"input_ids": [5]}
     for more in ({"add_special_tokens": False}, {}):
-        translator.texts_of(parse(CompletionBody, {"model": MODEL, "prompt": "A shop", **more}))
+        translator.texts_of(parse(CompletionBody, {"prompt": "A shop", **more}))
     assert asked == [False, True]
 
 
