@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from eagle31_hf.errors import TrainingError
 from eagle31_hf.stats import Acceptance
 from eagle31_hf.training.progress import StopRequest, describe_kept, open_folder, telling_what_is_kept
 from eagle31_hf.training.report import StageResult, TrainingPlan, TrainingReport, command_line, learning_curve
@@ -68,6 +69,15 @@ def test_fresh_removes_what_a_run_has_left_and_nothing_else(out: Path) -> None:
     left = sorted(str(path.relative_to(out)) for path in out.rglob("*"))
     assert left == sorted((*others, "data", "stage-photos"))
     assert describe_kept(out) == ""
+
+
+@pytest.mark.parametrize("content", ['{"prompt": "x"}\n', '{"prompt": "x"}', "no JSON\n"])
+def test_a_file_that_no_run_has_written_is_left_as_it_is(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    with pytest.raises(TrainingError, match=r"prompts\.jsonl holds a line .* no run has written .*; move the file"):
+        KeptLines(file)
+    assert file.read_text() == content
 
 
 @pytest.mark.parametrize("keeps", [False, True])

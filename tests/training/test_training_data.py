@@ -52,9 +52,6 @@ TEMPLATES = {
     "forgetful": "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}Thinking. "
     "{% endif %}{{ m.content }}<|end|>{% endfor %}" + ASKS,
     "thinker": THINKER,
-    "marked thinker": "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|end|>{% endgeneration %}"
-    "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}" + ASKS,
     "tools": TOOLS,
     "arguments joined": TOOLS.replace("call.function.arguments.city", "'' + call.function.arguments"),
     "none": None,
@@ -121,7 +118,6 @@ def learned(tokenizer: Any, conversation: Conversation, **how: bool) -> list[str
         # Where the template rewrites history, each turn is learned as it was written.
         ("forgetful", chat(), ["Thinking. 10 dollars.<|end|>", "Thinking. One costs 2 dollars.<|end|>"]),
         ("thinker", turns(*THOUGHTS), [LATER, "first thought</think>Two.<|end|>"]),
-        ("marked thinker", turns(*THOUGHTS), [LATER, "first thought</think>Two.<|end|>"]),
         # A turn of weight 0 is never learned, nor what follows its other form.
         ("unmarked", turns(*THOUGHTS, weight=0), [LATER]),
         ("thinker", turns(*THOUGHTS, weight=0), [LATER]),
@@ -138,7 +134,7 @@ def test_what_is_learned(templated: Any, conversation: Conversation, texts: list
     assert [text.rstrip() for text in learned(templated, conversation)] == [text.rstrip() for text in texts]
 
 
-@with_template("thinker", "marked thinker")
+@with_template("thinker")
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_turn_learned_apart_is_a_document_that_ends_with_it(templated: Any, answered: bool) -> None:
     answer = (*templated(THOUGHTS[3])["input_ids"], templated.eos_token_id) if answered else ()

@@ -334,8 +334,8 @@ class _TurnWriter:
 
 # --- lines that are kept ----------------------------------------------------------------------------------------------
 
-MARK = "written_by"
-"""The field of every line of a run, a digest of the settings that the line was written by."""
+MARK = b'{"written_by": "'
+"""How every line of a run begins; a digest of the settings follows that the line was written by."""
 
 
 class KeptLines:
@@ -350,20 +350,20 @@ class KeptLines:
     """
 
     def __init__(self, path: Path | None, **written_by: Any):
-        self.path, self._mark = path, digest(written_by)
+        self.path, self._digest = path, digest(written_by)
         self.rows: list[dict[str, Any]] = []
         if path is None or not path.exists():
             return
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            os.truncate(path, len(whole))
+        *whole, cut = path.read_bytes().split(b"\n")
         try:
-            self.rows = [row for row in map(json.loads, whole.splitlines()) if row[MARK] == self._mark]
+            self.rows = [row for row in map(json.loads, whole) if row["written_by"] == self._digest]
+            if not MARK.startswith(cut[: len(MARK)]):
+                raise ValueError("the last one")
         except (ValueError, KeyError, TypeError) as error:
             raise TrainingError(
                 f"{path} holds a line that is damaged or that no run has written ({error!r}); move the file away"
             ) from error
+        os.truncate(path, path.stat().st_size - len(cut))
 
     def add(self, *rows: dict[str, Any]) -> None:
         """Add rows, and wait until they are on the disk."""
@@ -372,7 +372,7 @@ class KeptLines:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row | {MARK: self._mark}, ensure_ascii=False) + "\n" for row in rows)
+            file.writelines(json.dumps({"written_by": self._digest, **row}, ensure_ascii=False) + "\n" for row in rows)
             file.flush()
             os.fsync(file.fileno())
 
