@@ -184,31 +184,18 @@ def test_a_target_attends_without_copies_while_drafted_texts_run(monkeypatch):
 
 
 @pytest.mark.parametrize("own", ["sdpa", "eager", "flex_attention"])
-def test_the_target_has_its_own_attention_back(own):
+def test_the_target_has_its_own_attention_back_from_the_last_of_its_drafters(own):
     target, drafter = random_target(hf.LlamaConfig(**GROUPED_SIZES)), drafter_of("llama")
     target.set_attn_implementation(own)
-    binding = TargetBinding(target, drafter.config)
-    inside = "eager" if own == "eager" else GROUPED
-    with binding.masked_attention():
-        with binding.masked_attention():
-            assert target.config._attn_implementation == inside
-        assert target.config._attn_implementation == inside
-        assert binding.attention == ("eager" if own == "eager" else "sdpa")
-    assert target.config._attn_implementation == binding.attention == own
-    binding.close()
-
-
-def test_two_drafters_of_a_target_do_not_take_its_attention_from_each_other():
-    target, drafter = random_target(hf.LlamaConfig(**GROUPED_SIZES)), drafter_of("llama")
-    target.set_attn_implementation("flex_attention")
     one, other = (TargetBinding(target, drafter.config) for _ in range(2))
     first, second = one.masked_attention(), other.masked_attention()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)  # the other one still drafts, and has masks that flex attention does not take
-    assert target.config._attn_implementation == GROUPED
+    assert target.config._attn_implementation == ("eager" if own == "eager" else GROUPED)
+    assert other.attention == ("eager" if own == "eager" else "sdpa")
     second.__exit__(None, None, None)
-    assert target.config._attn_implementation == "flex_attention"
+    assert target.config._attn_implementation == other.attention == own
     one.close()
     other.close()
 

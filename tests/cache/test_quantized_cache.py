@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mirror import DTYPES, Mirror, rounded
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig
 
 from eagle31_hf.cache.quantized import LARGEST_CODE, encode
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.settings import Eagle31GenerationConfig
-from helpers import configured, drafter_of, first_row, target_of
+from helpers import configured, drafter_of, target_of
 
 # --- rounding ---------------------------------------------------------------------------------------------------------
 
@@ -57,28 +56,6 @@ def test_rounding_is_what_the_formula_says_and_happens_once(case: tuple[torch.dt
         assert torch.equal(held.double(), once.double()) or other == torch.float16
         if held.isfinite().all():
             assert torch.equal(rounded(held), held)
-
-
-# --- in and out -------------------------------------------------------------------------------------------------------
-
-
-def grown(mirror: Mirror, length: int) -> Mirror:
-    """A row of this length, written in blocks of 8."""
-    for start in range(0, length, 8):
-        count = min(8, length - start)
-        mirror.commit(mirror.write(count), [count])
-    return mirror
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_cache_survives_the_way_through_a_stock_one(dtype: torch.dtype) -> None:
-    one = grown(Mirror([None, None], dtype=dtype), 13)
-    stock = first_row(one.cache, DynamicCache(config=LlamaConfig(num_hidden_layers=2)))
-    assert stock.layers[0].keys.dtype == dtype
-    back = Mirror([None, None], dtype=dtype)
-    back.cache.load_dynamic(stock)
-    back.rows = one.rows
-    back.check()
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
