@@ -1,4 +1,7 @@
-"""Recurrent and convolution states in the cache: what is committed, handed out, taken back, moved and exchanged."""
+"""Recurrent and convolution states in the cache: what is committed, handed out and taken back.
+
+How they are selected, counted, resumed and moved with rows of a pool is asked of texts: tests/contract, tests/serving.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from eagle31_hf.cache.row_pool import RowPool, resume_row
 from eagle31_hf.cache.spans import LayerKind, LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import Recorded
@@ -34,10 +36,10 @@ class Sum:
         return states + (tokens if kept is None else tokens * kept).sum(-1, keepdim=True)
 
 
-def cache_of(rows: int, kind: type[SpeculativeCache] = SpeculativeCache) -> Any:
+def cache_of(rows: int) -> SpeculativeCache:
     """Of two layers: states alone, and attention."""
     kinds = LayerKind(attends=False, num_states=1), LayerKind()
-    return kind(LayerKinds(kinds, ("linear_attention", "full_attention")), batch_size=rows, **SIZES)
+    return SpeculativeCache(LayerKinds(kinds, ("linear_attention", "full_attention")), batch_size=rows, **SIZES)
 
 
 def forward(cache: SpeculativeCache, tokens: Tensor) -> None:
@@ -159,42 +161,6 @@ def test_a_state_that_two_modules_write_is_an_error(placing: dict[str, Any]) -> 
         forward(cache, torch.tensor([[3.0, 4], [5, 0]]))
     cache.rollback([1, 1])
     assert states(cache) == ([1, 2], [[0, 1], [0, 2]])
-
-
-def test_rows_are_selected_and_counted() -> None:
-    cache = cache_of(3)
-    read(cache, [[1.0, 2], [3, 4], [5, 6]])
-    cache.commit(2)
-    held = cache.num_bytes
-    assert cache.with_states[0].state_bytes == 2 * 3 * (1 + 2) * 4, "committed, and what the block left"
-    cache.release()
-    assert cache.num_bytes == held - 3 * (1 + 2) * 4
-    cache.select_rows([2, 0])
-    assert states(cache) == ([11, 3], [[5, 6], [1, 2]])
-    read(cache, [[1.0], [1]])
-    cache.commit(1)
-    assert states(cache) == ([12, 4], [[6, 1], [2, 1]])
-
-
-def test_rows_of_a_pool_join_leave_and_are_resumed() -> None:
-    pool = cache_of(3, RowPool)
-    for first in (1.0, 10, 100):
-        one = cache_of(1)
-        read(one, [[first, 2]])
-        one.commit(2)
-        pool.join(one)
-    assert pool.leave(0) == 2
-    assert states(pool) == ([102, 12], [[100, 2], [10, 2]])
-    read(pool, [[1.0], [2]])
-    pool.commit(1)
-    assert states(pool) == ([103, 14], [[2, 1], [2, 2]])
-    assert pool.can_resume(2, 2)
-    assert not pool.can_resume(2, 1), "the state is that of the last token"
-    one = cache_of(1)
-    resume_row(one, pool, 2, 2)
-    read(one, [[4.0]])
-    one.commit(1)
-    assert states(one) == ([7], [[2, 4]])
 
 
 def test_states_are_not_exported_into_a_cache_that_has_no_place_for_them() -> None:
