@@ -61,6 +61,8 @@ def scheduler(lengths=(), *, max_rows=2, max_waiting=4, prefill_chunk=8):
 
 def submit(made, told=None):
     def on_event(event):
+        if event.tokens:
+            made.batch.log.append("first token")
         if told is not None and event.finish is not None:
             told.append((text, event.finish))
 
@@ -74,11 +76,12 @@ def test_a_long_prompt_is_read_in_pieces_while_others_write_and_at_once_while_no
     log = made.batch.log
     submit(made)
     made.turn()
-    assert log == [30, "join", "round"]
+    assert log == [30, "join", "first token", "round"], "it need not wait for the others' round"
     submit(made)
     for _ in range(4):
         made.turn()
-    assert log[3:] == [8, "round", 8, "round", 8, "round", 6, "join", "round"], "the others write between pieces"
+    pieces = [8, "round", 8, "round", 8, "round", 6, "join", "first token", "round"]
+    assert log[4:] == pieces, "the others write between them"
 
 
 def test_short_prompts_join_together_between_two_rounds():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from batches import batch_of, plain, read_in_pieces, text_of, write_all
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.graphs.fixed_cache import FixedShapeCache
 from eagle31_hf.graphs.steps import GraphKey, GraphMaker, Step, tensors_in
+from eagle31_hf.loop import kept_graphs
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.serving.text import Sampling
 from helpers import drafter_of, random_prompts, target_of
@@ -43,29 +44,30 @@ def lie_of(tensor: torch.Tensor) -> list[int]:
 
 
 @pytest.fixture
-def drafter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], NotesGraphs]]:
+    """Has all graphs noted, from now on, that are looked for in the folder."""
     monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 16)
-    made = drafter_of("llama")
-    yield made
-    Pair.of(made).ahead = Pair.of(made).graphs = None
+    pair = Pair.of(drafter_of("llama"))
 
+    def note() -> NotesGraphs:
+        notes, pair.graphs = NotesGraphs(), None
+        monkeypatch.setattr(kept_graphs, "_kept_graphs", lambda *_, **__: pair.current_graphs().made_by(notes))
+        return notes
 
-def noting(drafter: Any) -> NotesGraphs:
-    notes = Pair.of(drafter).ahead = NotesGraphs()
-    Pair.of(drafter).graphs = None
-    return notes
+    yield note
+    pair.graphs = None
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8, seed=3)], ids=["greedy", "drawn"])
-def test_it_asks_for_the_graphs_of_generate_and_writes_its_texts(drafter: Any, sampling: Sampling) -> None:
+def test_it_asks_for_the_graphs_of_generate_and_writes_its_texts(noting: Any, sampling: Sampling) -> None:
     """Prompts on both sides of a size of caches, a long text before a short one."""
-    target, prompts = target_of("llama"), random_prompts(4, seed=3, longest=40)
+    drafter, target, prompts = drafter_of("llama"), target_of("llama"), random_prompts(4, seed=3, longest=40)
     prompts.sort(key=len, reverse=True)
-    by_generate, wanted = noting(drafter), []
+    by_generate, wanted = noting(), []
     for prompt in prompts:
         wanted.append(plain(target, prompt, NEW_TOKENS, sampling, assistant_model=drafter))
         assert drafter.stats.fallbacks == []
-    by_server = noting(drafter)
+    by_server = noting()
     batch = batch_of(drafter, 1, context=128, chunk=16)
     assert write_all(batch, [text_of(prompt, NEW_TOKENS, sampling) for prompt in prompts]) == wanted
     assert batch.stats.fallbacks == []
@@ -74,11 +76,10 @@ def test_it_asks_for_the_graphs_of_generate_and_writes_its_texts(drafter: Any, s
     assert by_server.met == kept, "as they are kept for generate"
 
 
-def test_scores_that_are_no_numbers_end_the_text(drafter: Any) -> None:
+def test_scores_that_are_no_numbers_end_the_text(noting: Any) -> None:
     """Graphs of `generate` do not look."""
     target = target_of("llama")
-    noting(drafter)
-    batch = batch_of(drafter, 1, context=128, chunk=16)
+    notes, batch = noting(), batch_of(drafter_of("llama"), 1, context=128, chunk=16)
     text = text_of((5, 6, 7), NEW_TOKENS)
     with torch.inference_mode():
         read_in_pieces(batch, text, writing=False)
@@ -87,3 +88,4 @@ def test_scores_that_are_no_numbers_end_the_text(drafter: Any) -> None:
         hook.remove()
     assert (event.finish, len(text.writer.tokens)) == ("error", 1)
     assert "no numbers" in event.error
+    assert notes.met

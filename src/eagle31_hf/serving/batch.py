@@ -153,12 +153,13 @@ class Batch:
         assert self.reading is not None, "begin comes first"
         assert self._prompt is not None, "begin comes first"
         text, prompt, caches = self.reading, self._prompt, self.prompt_caches
-        event = self._first_token(text, prompt)
-        if event.error:
-            self.drop_reading()
-            return event
-        if caches.drafter is not None:
-            caches.drafter.absorb(*prompt.pair([event.tokens]))
+        with self.clock.phase("prefill"):
+            event = self._first_token(text, prompt)
+            if event.error:
+                self.drop_reading()
+                return event
+            if caches.drafter is not None:
+                caches.drafter.absorb(*prompt.pair([event.tokens]))
         self._parked.pop(len(self.texts), None)  # its row is written over, even where that fails half-way
         self.caches.join(caches)
         self.texts.append(text)
