@@ -14,6 +14,7 @@ from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
+from eagle31_hf.memory.dry_run import Forward
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.targets.fresh_drafter import default_config, trained_context
 from eagle31_hf.training.settings import TrainingSettings
@@ -30,7 +31,7 @@ def test_sizes_of_any_family_are_known_and_its_cache_is_planned_layer_by_layer(f
     target = random_target(TEXT_FAMILIES[family]())
     assert default_config(target.config).intermediate_size == WIDTHS.get(family, 96)
     assert plan_memory(target.config, card="RTX 4090", context=64).target.num_parameters > 0
-    planned = read_target(target.config).forward.count(4, 40, capacity=40, block=4).cache
+    planned = read_target(target.config).forward.count(Forward(4, 40, capacity=40, block=4)).cache
     cache = SpeculativeCache.from_config(target.config, batch_size=1, capacity=40, block=4)
     cache.place(4)
     mask = cache.attention_mask(dtype=torch.float32)

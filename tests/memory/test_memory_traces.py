@@ -24,7 +24,7 @@ from eagle31_hf.cache.grouped_attention import attending_grouped
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.loop.prefill import ChunkedPrefill
-from eagle31_hf.memory.dry_run import StorageCounter, dry_run_of
+from eagle31_hf.memory.dry_run import Forward, StorageCounter, dry_run_of
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import PREFILL, VERIFY
 from eagle31_hf.memory.weights import SCHEMES
@@ -139,8 +139,8 @@ def predicted_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
     sizes = {"capacity": run.capacity, "block": max(run.chunk, run.nodes), "batch": run.batch,
              "cache_type": run.cache_type, "grows": run.slab is not None}  # fmt: skip
     forwards = dry_run_of(config, SCHEMES["bf16"])
-    prefill = forwards.count(run.chunk, run.prompt, **sizes)
-    verify = forwards.count(run.nodes, run.capacity, verifies=True, **sizes)
+    prefill = forwards.count(Forward(run.chunk, run.prompt, **sizes))
+    verify = forwards.count(Forward(run.nodes, run.capacity, verifies=True, **sizes))
     return {
         PREFILL: verify.cache + verify.beside + prefill.activations,
         VERIFY: verify.cache + verify.beside + verify.activations,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.memory import plan_memory
-from eagle31_hf.memory.dry_run import dry_run_of
+from eagle31_hf.memory.dry_run import Forward, dry_run_of
 from eagle31_hf.memory.weights import SCHEMES
 from families import GEMMA_4
 
@@ -43,7 +43,7 @@ def test_the_cache_of_a_run_is_planned_to_the_byte(shared: int) -> None:
     cache = max(made, key=lambda each: each.num_bytes)
     taken = sum(layer.num_bytes for layer in cache.layers)
     forwards, capacity = dry_run_of(config, SCHEMES["fp32"]), cache.capacity
-    assert taken == forwards.count(8, capacity, capacity=capacity, block=cache.block).cache
+    assert taken == forwards.count(Forward(8, capacity, capacity=capacity, block=cache.block)).cache
 
 
 def test_a_plan_holds_what_fifteen_of_thirty_five_layers_keep() -> None:

@@ -20,7 +20,7 @@ from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.memory.apply_plan import plan_of_run
 from eagle31_hf.memory.cards import Card
 from eagle31_hf.memory.drafter_facts import read_drafter
-from eagle31_hf.memory.dry_run import StorageCounter
+from eagle31_hf.memory.dry_run import Forward, StorageCounter
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import BETWEEN, PREFILL, VERIFY, LedgerTerm, MemorySettings, build_ledger, captures_steps
 from eagle31_hf.memory.planner import plan_memory
@@ -85,7 +85,7 @@ def test_keys_and_values_are_those_of_layers_that_attend(family: str) -> None:
         pytest.skip("nothing attends")
     model = recurrent_target(family)
     config = model.config
-    planned = read_target(config, "fp32").forward.count(3, 32, capacity=32, block=8).cache
+    planned = read_target(config, "fp32").forward.count(Forward(3, 32, capacity=32, block=8)).cache
     cache = SpeculativeCache.from_config(config, batch_size=1, capacity=32, block=8)
     stock = DynamicCache(config=config.get_text_config())
     model(torch.tensor([[5, 6, 7]]), **{CACHE_ARGUMENT: stock})
@@ -172,7 +172,7 @@ def test_a_model_that_does_not_run_without_memory_is_named(monkeypatch: pytest.M
     target = read_target(recurrent_config("qwen3_5_text"))
     monkeypatch.setattr(Qwen3_5TextModel, "forward", mock.Mock(side_effect=RuntimeError("elements are asked for")))
     with pytest.raises(MemoryPlanError, match=r"Qwen3_5ForCausalLM takes cannot be .* \(elements are asked for\)"):
-        target.forward.count(77, 99, capacity=99, block=77)
+        target.forward.count(Forward(77, 99, capacity=99, block=77))
 
 
 @pytest.mark.parametrize("family", SEEING_HYBRIDS)
@@ -180,7 +180,7 @@ def test_hybrids_that_see_are_planned(family: str) -> None:
     """By their text's states."""
     model = SEEING_HYBRIDS[family].model()
     seeing, text = (
-        read_target(each, "bf16").forward.count(8, 64, capacity=64, block=16, verifies=True)
+        read_target(each, "bf16").forward.count(Forward(8, 64, capacity=64, block=16, verifies=True))
         for each in (model.config, model.config.get_text_config())
     )
     assert seeing.rebuilding == text.rebuilding > 0
@@ -220,6 +220,7 @@ def test_the_peak_of_a_prompt_matches_a_trace(name: str) -> None:
                 )
                 cache.commit(chunk)
         mixers.let_go()
-    forward = read_target(config, "bf16").forward.count(chunk, 2 * chunk, capacity=2 * chunk, block=chunk, grows=False)
+    second = Forward(chunk, 2 * chunk, capacity=2 * chunk, block=chunk, grows=False)
+    forward = read_target(config, "bf16").forward.count(second)
     planned = forward.cache + 2 * forward.states + forward.activations
     assert planned == pytest.approx(counter.peak_bytes, rel=0.04)

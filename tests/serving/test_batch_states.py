@@ -8,6 +8,7 @@ from batches import PIECE, assert_plain, batch_of, read_in_pieces, text_of
 
 from eagle31_hf.cache.states import StateLayer
 from eagle31_hf.memory.apply_plan import plan_of_run
+from eagle31_hf.memory.dry_run import Forward
 from eagle31_hf.memory.ledger import UPDATE, MemorySettings
 from eagle31_hf.memory.target_facts import read_target
 from families import clamped_target, recurrent_target
@@ -53,7 +54,7 @@ def test_what_serve_holds_is_planned(rows: int) -> None:
         found = sum(layer.state_bytes for layer in layers)
     ledger = plan_of_run(drafter, MemorySettings(64, rows, 4)).ledger
     planned = sum(term.num_bytes for term in ledger if "states" in term.name and UPDATE in term.moments)
-    one_set = rows * read_target(target).forward.count(5, 64, capacity=64, block=16).states
+    one_set = rows * read_target(target).forward.count(Forward(5, 64, capacity=64, block=16)).states
     assert found * 0.98 <= planned <= found + one_set, "no more than a set of each row too many"
 
 

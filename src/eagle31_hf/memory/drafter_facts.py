@@ -18,7 +18,7 @@ from ..checkpoints.mtp_network import MtpNetwork
 from ..config import Eagle31Config, MtpConfig
 from ..errors import MemoryPlanError
 from ..targets.fresh_drafter import default_config
-from .dry_run import Count, CountedForwards, Forward, ForwardBytes, FusedKernels, StorageCounter, read_before
+from .dry_run import CountedForwards, Forward, ForwardBytes, FusedKernels, StorageCounter, read_before
 from .target_facts import TargetFacts
 from .weights import Quantization
 
@@ -76,7 +76,7 @@ class DrafterFacts(CountedForwards):
     def head_bytes(self, precision: Quantization) -> int:
         return _matrix_bytes(precision, self.head) if self.head else 0
 
-    def _run_over_our_cache(self, forward: Forward) -> Count:
+    def _run_over_our_cache(self, forward: Forward) -> ForwardBytes:
         with torch.no_grad(), StorageCounter() as counter, FusedKernels():
             kinds = LayerKinds(tuple(map(LayerKind, self.windows)))
             cache = SpeculativeCache(
@@ -89,7 +89,7 @@ class DrafterFacts(CountedForwards):
             self._read(forward, cache, forward.tokens)
             alive = tuple(live - cache.num_bytes for live in counter.steps)
         kept = [layer.num_bytes for layer in cache.attending]
-        return Count(alive, ForwardBytes(0, sum(kept), max(kept, default=0)))
+        return ForwardBytes(alive, sum(kept), max(kept, default=0))
 
     def _read(self, forward: Forward, cache: SpeculativeCache, tokens: int) -> Tensor:
         steps, width = forward.verifies, self.config.hidden_size if forward.verifies else self.aux_width

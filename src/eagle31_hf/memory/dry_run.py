@@ -131,11 +131,33 @@ class FusedKernels(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
+class Forward:
+    """A forward over `tokens` of each row, where rows have `slots` with them.
+
+    Attributes:
+        capacity: slots a row may get; windows that none can outgrow are stored as full layers.
+        block: most tokens between two commits.
+        batch: rows. Several are of unlike length, so that each has a mask of its own.
+        verifies: the tokens are drafts, all of whose logits are wanted.
+        grows: keys and values move to larger buffers meanwhile.
+    """
+
+    tokens: int
+    slots: int
+    capacity: int
+    block: int
+    batch: int = 1
+    cache_type: str = "full"
+    verifies: bool = False
+    grows: bool = True
+
+
+@dataclass(frozen=True)
 class ForwardBytes:
     """Bytes of one forward over all rows, and of what it leaves; all layers together.
 
     Attributes:
-        activations: most that is alive at once beside the others, logits included.
+        alive: at each step beside the others, logits included.
         cache: keys and values.
         largest_layer: of `cache`, its largest layer's.
         beside: where the layers of an 8-bit cache are unpacked, one after the other.
@@ -146,7 +168,7 @@ class ForwardBytes:
         logits: of one token of each row.
     """
 
-    activations: int
+    alive: tuple[int, ...]
     cache: int
     largest_layer: int = 0
     beside: int = 0
@@ -156,31 +178,10 @@ class ForwardBytes:
     rebuilding: int = 0
     logits: int = 0
 
-
-@dataclass(frozen=True)
-class Forward:
-    """What is run; `slots` of the longest row, the block's own included.
-
-    Attributes:
-        verifies: the tokens are drafts, all of whose logits are wanted.
-        grows: keys and values move to larger buffers meanwhile.
-    """
-
-    tokens: int
-    slots: int
-    batch: int
-    block: int
-    cache_type: str
-    verifies: bool
-    grows: bool
-
-
-@dataclass(frozen=True)
-class Count:
-    """What one run took: bytes alive at each step beside what a cache holds at the end, and the rest, afterwards."""
-
-    alive: tuple[int, ...]
-    rest: ForwardBytes
+    @property
+    def activations(self) -> int:
+        """Most that is alive at once."""
+        return max(self.alive)
 
 
 def read_before(forward: Forward, cache: SpeculativeCache, read: Callable[[int], object]) -> None:
@@ -203,60 +204,42 @@ class CountedForwards:
         ways: to run a forward; the first that can is taken from then on, or the last one.
     """
 
-    def __init__(self, name: str, windows: Sequence[int | None], ways: Sequence[Callable[[Forward], Count]]):
+    def __init__(self, name: str, windows: Sequence[int | None], ways: Sequence[Callable[[Forward], ForwardBytes]]):
         self.windows, self._name, self._ways = tuple(windows), name, list(ways)
-        self._turns, self._counts = threading.Lock(), dict[Forward, Count]()
+        self._turns, self._counts = threading.Lock(), dict[Forward, ForwardBytes]()
 
-    def count(
-        self,
-        tokens: int,
-        slots: int,
-        *,
-        capacity: int,
-        block: int,
-        batch: int = 1,
-        cache_type: str = "full",
-        verifies: bool = False,
-        grows: bool = True,
-    ) -> ForwardBytes:
-        """What a forward over `tokens` of each row takes, where rows have `slots` with them.
-
-        Args:
-            capacity: slots a row may get; windows that none can outgrow are stored as full layers.
-            block: most tokens between two commits.
-            batch: rows. Several are of unlike length, so that each has a mask of its own.
-            verifies: the tokens are drafts, all of whose logits are wanted.
-            grows: keys and values move to larger buffers in this forward.
+    def count(self, forward: Forward) -> ForwardBytes:
+        """What a forward takes, by two of other lengths.
 
         Raises:
-            MemoryPlanError: its forward does not run without memory.
+            MemoryPlanError: it does not run without memory.
         """
+        tokens, slots, capacity = forward.tokens, forward.slots, forward.capacity
         outgrown = [window for window in self.windows if window is not None and window < capacity]
         others = [window for window in self.windows if window is not None and window >= capacity]
-        block = max(block, READ_BEFORE) if outgrown else max(tokens, READ_BEFORE)  # elsewhere it changes nothing
+        block = max(forward.block if outgrown else tokens, READ_BEFORE)  # elsewhere it changes nothing
         least = max([tokens, *(window + block for window in outgrown)]) + READ_BEFORE
         most = max(min(others, default=least + LENGTHS_APART), tokens)
         first, second = min(least, most), min(least + LENGTHS_APART, most)
-        low, high = (
-            self._count(Forward(tokens, length, batch, block, cache_type, verifies, grows))
-            for length in (first, second)
-        )
-
-        def at(shorter: int, longer: int) -> int:
-            return shorter if first == second else shorter + (longer - shorter) * (slots - first) // (second - first)
-
+        low, high = (self._count(replace(forward, slots=at, capacity=at, block=block)) for at in (first, second))
+        if first == second:
+            return low
         if len(low.alive) != len(high.alive):  # longer rows take more steps
-            low, high = (Count((max(count.alive),), count.rest) for count in (low, high))
-        rest = {each.name: at(getattr(low.rest, each.name), getattr(high.rest, each.name)) for each in fields(low.rest)}
-        return ForwardBytes(**{**rest, "activations": max(map(at, low.alive, high.alive))})
+            low, high = (replace(each, alive=(each.activations,)) for each in (low, high))
 
-    def _count(self, forward: Forward) -> Count:
+        def at_slots(shorter: int, longer: int) -> int:
+            return shorter + (longer - shorter) * (slots - first) // (second - first)
+
+        rest = {each.name: at_slots(getattr(low, each.name), getattr(high, each.name)) for each in fields(low)[1:]}
+        return ForwardBytes(tuple(map(at_slots, low.alive, high.alive)), **rest)
+
+    def _count(self, forward: Forward) -> ForwardBytes:
         with self._turns:
             if forward not in self._counts:
                 self._counts[forward] = self._run(forward)
             return self._counts[forward]
 
-    def _run(self, forward: Forward) -> Count:
+    def _run(self, forward: Forward) -> ForwardBytes:
         failures: list[Exception] = []
         for way in self._ways:
             try:
@@ -316,16 +299,16 @@ class DryRun(CountedForwards):
             return False
         return True
 
-    def count(self, tokens: int, slots: int, **how: Any) -> ForwardBytes:
+    def count(self, forward: Forward) -> ForwardBytes:
         """As of `CountedForwards`."""
-        if not self.is_decoded_plainly or tokens <= ONE_BY_ONE[1]:
-            return super().count(tokens, slots, **how)
+        if not self.is_decoded_plainly or forward.tokens <= ONE_BY_ONE[1]:
+            return super().count(forward)
         # Read one after the other, which takes long here, too.
-        few, more = (super(DryRun, self).count(number, slots, **how) for number in ONE_BY_ONE)
+        few, more = (super(DryRun, self).count(replace(forward, tokens=number)) for number in ONE_BY_ONE)
         of_a_token = (more.activations - few.activations) // (ONE_BY_ONE[1] - ONE_BY_ONE[0])
-        return replace(more, activations=more.activations + of_a_token * (tokens - ONE_BY_ONE[1]))
+        return replace(more, alive=(more.activations + of_a_token * (forward.tokens - ONE_BY_ONE[1]),))
 
-    def _run_over_our_cache(self, forward: Forward, masks_by_type: bool | None) -> Count:
+    def _run_over_our_cache(self, forward: Forward, masks_by_type: bool | None) -> ForwardBytes:
         model = self.model
         argument, is_draft = cache_argument(model), forward.verifies and not self.is_decoded_plainly
 
@@ -363,8 +346,8 @@ class DryRun(CountedForwards):
             left = counter.live_bytes
             cache.commit(forward.tokens)
             rebuilding = counter.peak_bytes - left if is_chain and with_states else 0
-        rest = ForwardBytes(
-            activations=0,
+        return ForwardBytes(
+            alive=alive,
             cache=sum(kept),
             largest_layer=max(kept, default=0),
             beside=beside,
@@ -374,9 +357,8 @@ class DryRun(CountedForwards):
             rebuilding=rebuilding * len(with_states) // max(1, len({id(layer) for layer in with_states})),
             logits=logits[:, -1].nbytes,
         )
-        return Count(alive, rest)
 
-    def _run_over_a_stock_cache(self, forward: Forward) -> Count:
+    def _run_over_a_stock_cache(self, forward: Forward) -> ForwardBytes:
         """As plain `generate` reads: some take no mask but their own, and are decoded so."""
         model, cache = self.model, DynamicCache(config=self.text)
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -388,7 +370,7 @@ class DryRun(CountedForwards):
         computed = {index: sum(map(_bytes_of, (layer.keys, layer.values))) for index, layer in held.items()}
         kept = [computed.get(index, 0) * forward.slots // forward.tokens for index in self._computed]
         alive = tuple(live - sum(computed.values()) for live in counter.steps)
-        return Count(alive, ForwardBytes(0, sum(kept), max(kept), logits=logits[:, -1].nbytes))
+        return ForwardBytes(alive, sum(kept), max(kept), logits=logits[:, -1].nbytes)
 
     @contextmanager
     def _counted(self) -> Iterator[StorageCounter]:

@@ -15,14 +15,13 @@ The peak is the moment whose terms add up to most. Moments follow one generation
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ..cache.graph_sizes import SLOT_BUCKET, cache_size, slot_bucket
 from ..drafting.shape import USUAL_TREE, DraftShape, noise_bytes
 from .cards import MIB, Card
 from .drafter_facts import DrafterFacts
-from .dry_run import ForwardBytes
+from .dry_run import Forward
 from .target_facts import TargetFacts
 from .weights import FORMULAS, Quantization, scheme
 
@@ -124,11 +123,6 @@ def captures_steps(target: TargetFacts, card: Card, settings: MemorySettings) ->
     return settings.speculates and card.kind == "cuda" and is_captured
 
 
-def bytes_by_moment(terms: tuple[LedgerTerm, ...]) -> dict[str, int]:
-    """Sum of what is alive, for every moment that has a term of its own."""
-    return {moment: sum(term.num_bytes for term in terms if moment in term.moments) for moment in MOMENTS}
-
-
 def drafter_quantization(target: TargetFacts, precision: str) -> Quantization:
     """How a drafter's matrices are stored at this precision, beside a target of this dtype."""
     dtype = target.quantization.dtype
@@ -143,8 +137,10 @@ class _Ledger:
         self.batch, self.nodes, self.chunk = settings.batch, settings.shape.nodes, settings.chunk
         self.captured = drafter is not None and captures_steps(target, card, settings)
         self.kept = KEPT if self.captured else RUNNING
-        self.prefill = self._forward(self.chunk, settings.context)
-        self.verify = self._forward(self.nodes, settings.cache_capacity, verifies=True, grows=False)
+        slots, block, cache_type = settings.cache_capacity, settings.shape.block(self.chunk), settings.cache_type
+        verify = Forward(self.nodes, slots, slots, block, self.batch, cache_type, verifies=True, grows=False)
+        self.prefill = target.forward.count(Forward(self.chunk, settings.context, slots, block, self.batch, cache_type))
+        self.verify, self.held = target.forward.count(verify), target.forward.count(self._kept_rows(verify))
         read = drafter.aux_width if drafter is not None and settings.speculates else 0
         self.tapped = read * target.quantization.dtype_bytes
 
@@ -161,20 +157,12 @@ class _Ledger:
                 terms.append(self._recordings(self.drafter, terms))
         return tuple(term for term in terms if term.num_bytes)
 
-    def _forward(self, tokens: int, slots: int, **how: bool) -> ForwardBytes:
-        """One of the target, in a cache of what a row may get."""
-        settings = self.settings
-        block = settings.shape.block(settings.chunk)
-        return self.target.forward.count(
-            tokens, slots, capacity=settings.cache_capacity, block=block, batch=self.batch,
-            cache_type=settings.cache_type, **how,
-        )  # fmt: skip
-
-    def _kept_slots(self, capacity: int, block: int) -> dict[str, Any]:
+    def _kept_rows(self, forward: Forward) -> Forward:
         """Where steps are captured, keys and values stay for the next text, in rows of whole steps of 256 slots."""
-        if self.captured:
-            capacity, block, _ = cache_size(capacity, block, exact=True)
-        return {"slots": capacity, "capacity": capacity, "block": block}
+        if not self.captured:
+            return forward
+        capacity, block, _ = cache_size(forward.capacity, forward.block, exact=True)
+        return replace(forward, slots=capacity, capacity=capacity, block=block)
 
     # --- target ------------------------------------------------------------------------------------------------------
 
@@ -192,18 +180,14 @@ class _Ledger:
     def _target(self) -> list[LedgerTerm]:
         settings, batch, verify, prefill = self.settings, self.batch, self.verify, self.prefill
         rows, vocabulary = batch * self.nodes, self.target.vocab_size
-        held = self.target.forward.count(
-            self.nodes, batch=batch, cache_type=settings.cache_type, verifies=True, grows=False,
-            **self._kept_slots(settings.cache_capacity, settings.shape.block(settings.chunk)),
-        )  # fmt: skip
         depth = settings.shape.depth
         ahead = 2 * depth + 1 if self.captured else depth + 1  # a graph drafts again behind all that it may accept
         noise = noise_bytes(batch, vocabulary, ahead)
         accept = rows * (vocabulary * ACCEPT_BYTES + self.tapped)
         last = batch * prefill.logits  # where rows end in different columns, the logits of all these of each row
         return [
-            LedgerTerm(f"target cache, {settings.cache_type}", held.cache, _COUNTED, self.kept),
-            LedgerTerm("target, unpacked layer", max(prefill.beside, held.beside), _COUNTED, RUNNING),
+            LedgerTerm(f"target cache, {settings.cache_type}", self.held.cache, _COUNTED, self.kept),
+            LedgerTerm("target, unpacked layer", max(prefill.beside, self.held.beside), _COUNTED, RUNNING),
             *self._states(),
             LedgerTerm("prefill activations", prefill.activations + batch * self.chunk * self.tapped, _COUNTED,
                        (PREFILL,)),
@@ -242,15 +226,13 @@ class _Ledger:
         settings, chunk = self.settings, self.chunk
         precision = drafter_quantization(self.target, settings.drafter_precision)
         matrices = f"matrices: {FORMULAS[precision.method]}; fc, norms, embedding: elements * {precision.dtype_bytes}"
-        kept = self._kept_slots(settings.drafter_capacity, settings.shape.drafter_block(chunk))
-        held = drafter.count(settings.shape.draft_block, batch=self.batch, grows=False, **kept)
+        held = drafter.count(self._kept_rows(self._drafter_forward(settings.shape.draft_block)))
+        prefill = replace(self._drafter_forward(chunk), slots=settings.context, grows=True)
         return [
             LedgerTerm(f"drafter weights, {precision.name}", drafter.weight_bytes(precision), matrices, MOMENTS),
             LedgerTerm(f"draft head, {precision.name}", drafter.head_bytes(precision), "Vd rows of H", MOMENTS),
             LedgerTerm("drafter cache, full", held.cache, _COUNTED, self.kept),
-            LedgerTerm("drafter prefill activations",
-                       self._drafter_forward(drafter, chunk, settings.context, grows=True),
-                       _COUNTED, (DRAFTER_PREFILL,)),
+            LedgerTerm("drafter prefill activations", drafter.count(prefill).activations, _COUNTED, (DRAFTER_PREFILL,)),
             LedgerTerm("drafter update activations", self._update(drafter), _COUNTED, (UPDATE,)),
             LedgerTerm("draft activations", self._step(drafter), _COUNTED, (DRAFT,)),
             LedgerTerm("drafter layer moving to a larger buffer", held.largest_layer, "its keys and values",
@@ -258,18 +240,17 @@ class _Ledger:
             *self._drafter_workspaces(drafter, precision),
         ]  # fmt: skip
 
+    def _drafter_forward(self, tokens: int, *, verifies: bool = False) -> Forward:
+        settings = self.settings
+        slots, block = settings.drafter_capacity, settings.shape.drafter_block(self.chunk)
+        return Forward(tokens, slots, slots, block, self.batch, verifies=verifies, grows=False)
+
     def _update(self, drafter: DrafterFacts) -> int:
-        return self._drafter_forward(drafter, self.settings.draft_tokens + 1, self.settings.cache_capacity)
+        forward = self._drafter_forward(self.settings.draft_tokens + 1)
+        return drafter.count(replace(forward, slots=self.settings.cache_capacity)).activations
 
     def _step(self, drafter: DrafterFacts) -> int:
-        settings = self.settings
-        return self._drafter_forward(drafter, settings.shape.top_k, settings.drafter_capacity, verifies=True)
-
-    def _drafter_forward(
-        self, drafter: DrafterFacts, tokens: int, slots: int, *, verifies: bool = False, grows: bool = False
-    ) -> int:
-        sizes: dict[str, Any] = {"capacity": self.settings.drafter_capacity, "block": self.chunk, "batch": self.batch}
-        return drafter.count(tokens, slots, verifies=verifies, grows=grows, **sizes).activations
+        return drafter.count(self._drafter_forward(self.settings.shape.top_k, verifies=True)).activations
 
     def _drafter_workspaces(self, drafter: DrafterFacts, precision: Quantization) -> list[LedgerTerm]:
         """What a product with a packed matrix takes. The head sees the last token of a prompt or of a round only."""

@@ -12,7 +12,7 @@ from ..errors import MemoryPlanError
 from .cards import GIB, MIB, Card, find_card
 from .drafter_facts import DrafterFacts
 from .dry_run import dry_run_of
-from .ledger import RUNNING, LedgerTerm, MemorySettings, build_ledger, bytes_by_moment, captures_steps
+from .ledger import MOMENTS, RUNNING, LedgerTerm, MemorySettings, build_ledger, captures_steps
 from .target_facts import TargetFacts
 
 NAMED_TERMS = 5
@@ -62,7 +62,8 @@ class MemoryPlan:
 
     @cached_property
     def bytes_by_moment(self) -> dict[str, int]:
-        return bytes_by_moment(self.ledger)
+        """Sum of what is alive, for every moment that has a term of its own."""
+        return {moment: sum(term.num_bytes for term in self.ledger if moment in term.moments) for moment in MOMENTS}
 
     @property
     def peak_moment(self) -> str:
