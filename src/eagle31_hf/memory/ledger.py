@@ -184,14 +184,15 @@ class _Ledger:
         ahead = 2 * depth + 1 if self.captured else depth + 1  # a graph drafts again behind all that it may accept
         noise = noise_bytes(batch, vocabulary, ahead)
         accept = rows * (vocabulary * ACCEPT_BYTES + self.tapped)
-        last = batch * prefill.logits  # where rows end in different columns, the logits of all these of each row
+        # Where rows end in different columns, the logits of all these of each row; scores of each row's last token.
+        last = batch * (prefill.logits + vocabulary * 4)
         return [
             LedgerTerm(f"target cache, {settings.cache_type}", self.held.cache, _COUNTED, self.kept),
             LedgerTerm("target, unpacked layer", max(prefill.beside, self.held.beside), _COUNTED, RUNNING),
             *self._states(),
             LedgerTerm("prefill activations", prefill.activations + batch * self.chunk * self.tapped, _COUNTED,
                        (PREFILL,)),
-            LedgerTerm("prefill logits", last, "B*B*V * b", (DRAFTER_PREFILL,)),
+            LedgerTerm("prefill logits", last, "B*B*V * b + B*V * 4", (DRAFTER_PREFILL,)),
             LedgerTerm("verify activations", verify.activations + rows * self.tapped, _COUNTED, (VERIFY,)),
             LedgerTerm("one layer moving to a larger buffer", verify.largest_layer, "its keys and values", (VERIFY,)),
             LedgerTerm("verify logits", self.nodes * verify.logits, "B*N*V * b", (ACCEPT, UPDATE)),
