@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -42,6 +41,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import rows_of_ids
 from ..errors import ConfigurationError
 from ..sampling.draw import argmax
+from ..sampling.logits_processing import DraftWarping
 from ..targets.binding import TargetBinding
 from .data import NOT_WRITTEN, Document, PackedBatch
 from .measure import served_processing, served_warping
@@ -113,7 +113,7 @@ class Teacher:
 class WrittenTeacher(Teacher):
     """The same where the target wrote the text itself, for stage 2."""
 
-    sampled: tuple[tuple[float, Tensor], ...]  # each temperature above 0, and where it stands among the `M`
+    sampled: list[tuple[DraftWarping, Tensor]]  # how it is served at a temperature above 0, and which of the `M` are
     token: Tensor  # `(M,)` which draft id the next token is, -1 where it cannot be drafted
     served: Tensor  # `(M, Vd)` probability of the draft ids as served at that temperature; 0 where it is greedy
 
@@ -312,10 +312,6 @@ def agreement(target_probs: Tensor, draft_probs: Tensor, written: Tensor) -> Ten
 class AcceptanceModel(DistillationModel):
     """Expected acceptance along written texts, and a little of the token loss on the same tokens."""
 
-    def __init__(self, drafter: Eagle31Drafter, *, steps: int = 4, gradient_checkpointing: bool = False):
-        super().__init__(drafter, steps=steps, gradient_checkpointing=gradient_checkpointing)
-        self.warping_at = cache(lambda temperature: served_warping(drafter.binding.model, temperature))
-
     def counted(self, batch: PackedBatch) -> Tensor:
         """`(B, T)` bool: tokens that the target wrote at a known temperature, and that another one follows."""
         return answering(batch, batch.written_at[:, :-1] != NOT_WRITTEN)
@@ -327,11 +323,15 @@ class AcceptanceModel(DistillationModel):
     def teach(self, batch: PackedBatch, target_logits: Tensor, rows: Tensor) -> Teacher:
         """With the tokens that were written, and the distributions they were drawn from."""
         teacher = make_teacher(self.drafter, target_logits, rows)
-        sampled, served = tuple(sampled_at(batch.written_at.flatten()[rows])), torch.zeros_like(teacher.log_probs)
-        for each, these in sampled:
+        written_at, served = batch.written_at.flatten()[rows], torch.zeros_like(teacher.log_probs)
+        sampled = []
+        for temperature in written_at[written_at > 0].unique().tolist():
+            warping = served_warping(self.drafter.binding.model, temperature)
+            these = (written_at == temperature).nonzero().squeeze(1)
+            sampled.append((warping, these))
             for block in these.split(rows_at_once(target_logits)):
                 scores = target_logits[rows[block]].float()
-                served[block] = of_drafts(self.warping_at(each)(scores).softmax(-1), self.drafter.draft_ids)
+                served[block] = of_drafts(warping(scores).softmax(-1), self.drafter.draft_ids)
         token = rows_of_ids(self.drafter)[batch.input_ids.flatten()[rows + 1]]
         return WrittenTeacher(**vars(teacher), sampled=sampled, token=token, served=served)
 
@@ -341,8 +341,8 @@ class AcceptanceModel(DistillationModel):
         logits = self.drafter.draft_logits(states).float()
         greedy = logits.log_softmax(-1).gather(1, teacher.best.clamp(min=0)[:, None]).squeeze(1).exp()
         chance = torch.where(teacher.best >= 0, greedy, 0.0)
-        for each, these in teacher.sampled:
-            drafted = self.warping_at(each)(logits[these]).softmax(-1)
+        for warping, these in teacher.sampled:
+            drafted = warping(logits[these]).softmax(-1)
             chance = chance.index_put((these,), agreement(teacher.served[these], drafted, teacher.token[these]))
         return *token_loss(logits, inside, teacher), torch.where(inside, chance, 0.0)
 
@@ -355,13 +355,6 @@ class AcceptanceModel(DistillationModel):
         if len(expected):
             losses.figures["expected_accepted"] = expected.detach().mean().item()
         return losses
-
-
-def sampled_at(temperature: Tensor) -> Iterator[tuple[float, Tensor]]:
-    """Each temperature above 0 among those `(M,)`, and where it stands."""
-    for each in temperature.unique().tolist():
-        if each > 0:
-            yield each, (temperature == each).nonzero().squeeze(1)
 
 
 def require_stage_two(target: PreTrainedModel, documents: Sequence[Document], temperatures: Sequence[float]) -> None:

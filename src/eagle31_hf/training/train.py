@@ -388,7 +388,7 @@ class Run:
         if not is_first_process():
             return
         settings, out = self.settings, self.settings.out
-        drafter.eval().to(precision_of_result(self.given, self.target))  # type: ignore[call-arg]
+        drafter.eval().to(precision_of_result(settings, self.target))  # type: ignore[call-arg]
         drafter.name_target(settings.target_id or settings.target)
         drafter.save_pretrained(out)
         record = make_record(report, settings, self.given, self.recipes)

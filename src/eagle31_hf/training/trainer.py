@@ -149,12 +149,7 @@ class DistillationTrainer(Trainer):
         """As `Trainer`."""
         try:
             super()._save_checkpoint(model, trial)
-        except (
-            OSError,
-            CheckpointError,
-            SafetensorError,
-            RuntimeError,
-        ) as error:  # the last is torch's
+        except (OSError, CheckpointError, SafetensorError, RuntimeError) as error:  # the last is torch's
             raise TrainingError(
                 f"the checkpoint at step {self.state.global_step} cannot be written ({first_line(error)}); training "
                 f"stopped and {self._kept()}. Go on with resume, when there is room on the disk if that was missing"
