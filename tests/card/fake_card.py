@@ -35,36 +35,11 @@ MULTIPROCESSORS = 128
 ONE_MODE = FakeTensorMode()
 """Of this process: the package keeps small tensors between calls, and those of two modes do not mix."""
 
-NO_KERNEL = frozenset(
-    [
-        "_reshape_alias",
-        "_unsafe_view",
-        "alias",
-        "as_strided",
-        "detach",
-        "device",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "expand",
-        "is_pinned",
-        "lift_fresh",
-        "new_empty",
-        "new_empty_strided",
-        "permute",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "t",
-        "transpose",
-        "unbind",
-        "unfold",
-        "unsqueeze",
-        "view",
-    ]
-)
+NO_KERNEL = frozenset([
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "device", "empty", "empty_like", "empty_strided",
+    "expand", "is_pinned", "lift_fresh", "new_empty", "new_empty_strided", "permute", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
+])  # fmt: skip
 """Operations that only look at a tensor otherwise, or reserve memory."""
 GATHERS = frozenset({"index_select", "index", "gather"})
 """Operations that read as much as they give."""

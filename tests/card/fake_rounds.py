@@ -35,13 +35,17 @@ ACCEPTED = 3
 
 
 def answer(tensor: Tensor) -> Any:
-    """Elements where there are none: a round's acceptance as `sync_accepted` packs it, no error, tokens like any."""
+    """Elements where there are none: a round's drafts, or what a graph accepts of them; no error, tokens like any."""
     if tensor.dtype == torch.bool:
         return False
     if tensor.dim() == 0:
         return 0.0 if tensor.is_floating_point() else ACCEPTED
     if tensor.dim() == 1:
         return [0.0 if tensor.is_floating_point() else 5] * tensor.shape[0]
+    if tensor.dim() == 3:  # of each row what the target chooses after the nodes, their tokens, parents, and no error
+        rows, kinds, nodes = tensor.shape
+        chosen = [5 if node < min(ACCEPTED, nodes) - 1 else 6 for node in range(nodes)]
+        return [[chosen, [5] * nodes, [0, *range(nodes - 1)], [0] * nodes][:kinds]] * rows
     rows, columns = tensor.shape
     nodes = (columns - 3) // 2
     packed = [0, min(ACCEPTED, nodes), 5, *range(columns - 3)]  # all is well, so many, the bonus, the path, the tokens

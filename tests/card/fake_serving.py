@@ -55,7 +55,8 @@ def serve(
             counting.follow(buffers_of(batch.cache))
             batch.round()
             works.append(counting.work)
-    assert [len(text.writer.tokens) for text in batch.texts] == [ACCEPTED * rounds] * rows
+    # The first token comes with the prompt.
+    assert [len(text.writer.tokens) for text in batch.texts] == [1 + ACCEPTED * rounds] * rows
     return works, batch.stats.fallbacks
 
 

@@ -11,11 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.cache.graph_sizes import NODE_BUCKET, node_bucket, slot_bucket
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.graphs.captured import CapturesSteps
 from eagle31_hf.graphs.graphs import Graphs
@@ -28,9 +25,7 @@ from helpers import (
     CONFIGS,
     RoundWrapper,
     assert_same_text,
-    configured,
     left_padded,
-    oracle_drafts,
     random_drafter,
     random_prompts,
     random_target,
@@ -54,16 +49,11 @@ def pair_of(family: str, layers: int = 4, **overrides: Any) -> Eagle31Drafter:
     return random_drafter(random_target(config), aux_layers=[0, 1, min(2, layers)], **overrides)
 
 
-def write(drafter: Eagle31Drafter, prompts: list[list[int]], oracle_seed: int = 0, **fields: Any) -> tuple[Any, Any]:
-    """What the target writes plainly, and with the drafter under these settings."""
-    target, inputs = drafter.binding.model, left_padded(prompts)
-    kwargs = {**inputs, "max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    plain = target.generate(**kwargs)
-    with (
-        configured(drafter, speculation_loop="own", acceleration="compile", **fields),
-        oracle_drafts(plain, inputs["input_ids"].shape[1], oracle_seed),
-    ):
-        return plain, target.generate(**kwargs, assistant_model=drafter)
+def assert_plain(drafter: Eagle31Drafter, prompts: list[list[int]], oracle: int = 0, **fields: Any) -> None:
+    """Our loop's text by graphs, with drafts that are right for a while, is plain's."""
+    settings = {"speculation_loop": "own", "acceleration": "compile", **fields}
+    how: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    assert_same_text(drafter.binding.model, drafter, left_padded(prompts), oracle=oracle, settings=settings, **how)
 
 
 @pytest.fixture
@@ -71,33 +61,10 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fixed_shapes_only(monkeypatch)
 
 
-# --- buckets ----------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 10**6))
-def test_rows_have_a_length_of_few(slots: int) -> None:
-    bucket = slot_bucket(slots)
-    assert bucket >= slots
-    assert bucket < 2 * slots or bucket == 256
-    assert bucket % 256 == 0
-    assert (bucket // 256).bit_count() == 1
-    assert slot_bucket(bucket) == bucket
-
-
-@given(st.integers(2, 200).flatmap(lambda most: st.tuples(st.integers(1, most), st.just(most))))
-def test_rounds_have_two_widths(nodes_and_most: tuple[int, int]) -> None:
-    nodes, most = nodes_and_most
-    assert nodes <= node_bucket(nodes, most) < most + NODE_BUCKET
-    assert node_bucket(nodes, most) in (NODE_BUCKET, node_bucket(most, most))
-
-
-# --- fixed shapes, without the compiler (that they write the plain text: test_contract) -------------------------------
-
-
 def test_fixed_shapes_are_few_and_serve_the_next_generation(uncompiled: None) -> None:
     drafter = pair_of("llama")
     for seed in range(6):
-        write(drafter, random_prompts(1, seed=seed), oracle_seed=seed, **CHAIN)
+        assert_plain(drafter, random_prompts(1, seed=seed), seed, **CHAIN)
     shapes = Pair.of(drafter).graphs.keys
     # Rows of 16, 32, 64 and 128 slots at most, and one width of rounds and steps.
     assert len([shape for shape in shapes if shape[0] == "verify"]) <= 4
@@ -120,7 +87,7 @@ def test_rows_that_become_longer_take_the_graph_of_their_new_length(
         return run(self, key, make, watched, *told, **more)
 
     monkeypatch.setattr(Graphs, "run_or_eager", watching)
-    write(pair_of("llama"), random_prompts(1), **CHAIN)
+    assert_plain(pair_of("llama"), random_prompts(1), **CHAIN)
     assert len({slots for _, slots in lengths}) > 1
     for made_for, slots in lengths:
         assert set(made_for.values()) == {slots}
@@ -131,14 +98,13 @@ def test_the_last_token_of_a_text_takes_a_graph_that_is_there(
     family: str, uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter, prompts = pair_of(family), random_prompts(1)
-    write(drafter, prompts, **CHAIN)
+    assert_plain(drafter, prompts, **CHAIN)
     eager, forward = [], Verification.__call__
     monkeypatch.setattr(Verification, "__call__", lambda self, tree: eager.append(tree.size) or forward(self, tree))
-    inputs = left_padded(prompts)
-    plain = drafter.binding.model.generate(**inputs, max_new_tokens=2, do_sample=False)
-    with configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
-        ours = drafter.binding.model.generate(**inputs, max_new_tokens=2, do_sample=False, assistant_model=drafter)
-    assert torch.equal(plain, ours)
+    settings = {"speculation_loop": "own", "acceleration": "compile", **CHAIN}
+    assert_same_text(
+        drafter.binding.model, drafter, left_padded(prompts), settings=settings, max_new_tokens=2, do_sample=False
+    )
     assert eager == ([1] if family in WINDOWED else [])
 
 
@@ -223,8 +189,7 @@ def test_ended_rows_stand_still_until_few_are_left(family: str, uncompiled: None
     drafter = pair_of(family)
     for fields, seed in itertools.product((CHAIN, NARROW), range(3)):
         before = len(sizes)
-        plain, ours = write(drafter, random_prompts(5, seed=2), oracle_seed=seed, **fields)
-        assert torch.equal(plain, ours)
+        assert_plain(drafter, random_prompts(5, seed=2), seed, **fields)
         stats, rounds = drafter.stats, sizes[before:]
         assert (stats.passes, stats.rounds) == (len(rounds), sum(live for _, live in rounds))
     assert {(5, 5), (5, 4), (5, 3), (5, 2), (1, 1)} == {*sizes}
@@ -233,11 +198,10 @@ def test_ended_rows_stand_still_until_few_are_left(family: str, uncompiled: None
 
 def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> None:
     drafter = pair_of("llama")
-    target, inputs = drafter.binding.model, left_padded(random_prompts(1))
+    settings = {"speculation_loop": "own", "acceleration": "compile", **CHAIN}
     asked: dict[str, Any] = {"do_sample": True, "return_dict_in_generate": True, "output_scores": True}
-    with configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
-        told = target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, **asked)
-    assert len(told.scores) == 20
+    inputs = left_padded(random_prompts(1))
+    assert_same_text(drafter.binding.model, drafter, inputs, settings=settings, max_new_tokens=20, **asked)
     assert "advance" not in {kind for kind, *_ in Pair.of(drafter).graphs.keys}
 
 
@@ -247,8 +211,7 @@ def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> 
 def test_a_target_on_several_devices_stays_eager(uncompiled: None) -> None:
     drafter = pair_of("llama")
     drafter.binding.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
-    plain, ours = write(drafter, random_prompts(1), **CHAIN)
-    assert torch.equal(plain, ours)
+    assert_plain(drafter, random_prompts(1), **CHAIN)
     assert not Pair.of(drafter).graphs.keys
 
 
@@ -256,9 +219,8 @@ def test_an_interrupt_while_compiling_is_not_swallowed(uncompiled: None) -> None
     drafter = pair_of("llama")
     interrupted = mock.patch.object(CapturesSteps, "make", side_effect=KeyboardInterrupt)
     with interrupted, pytest.raises(KeyboardInterrupt):
-        write(drafter, random_prompts(1), **CHAIN)
-    plain, ours = write(drafter, random_prompts(1), **CHAIN)
-    assert torch.equal(plain, ours)
+        assert_plain(drafter, random_prompts(1), **CHAIN)
+    assert_plain(drafter, random_prompts(1), **CHAIN)
     assert drafter.stats.fallbacks == []
 
 
