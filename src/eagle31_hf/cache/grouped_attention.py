@@ -114,8 +114,8 @@ def grouped_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls for `GROUPED`: its own attention by SDPA but where that would copy keys and values."""
-    asks_more = dropout or any(kwargs.get(name) is not None for name in ("position_bias", "softcap"))
-    if attention_mask is None or asks_more or attention_mask.shape[2:] != (query.shape[2], key.shape[2]):
+    is_masked = attention_mask is not None and attention_mask.shape[2:] == (query.shape[2], key.shape[2])
+    if not is_masked or dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

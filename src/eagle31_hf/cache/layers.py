@@ -135,23 +135,20 @@ class SlotLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write the placed block `(B, heads, T, D)`; return the slots its queries may attend to, as `read` does."""
-        self.placement.check(len(key_states), key_states.shape[2])
-        self.make_room()
+        placement = self.placement
+        placement.check(key_states.shape[0], key_states.shape[2])
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._write(self.pack(key_states, value_states))
-        return self.read()
-
-    def _write(self, parts: Sequence[Tensor]) -> None:
-        """Put the placed block, packed, into its slots."""
-        placement = self.placement
+        elif self.keys.shape[2] < self.num_slots:
+            self._grow()
         start = placement.start if self.ring is None else self.ring + placement.after
-        for buffer, part in zip(self.buffers, parts, strict=True):
+        for buffer, part in zip(self.buffers, self.pack(key_states, value_states), strict=True):
             if start is None:
                 rows, slots = placement.slots.on(self.device)
                 buffer[rows, :, slots] = part.transpose(1, 2)  # (B, T, heads, D)
             else:
-                buffer.narrow(2, start, placement.num_tokens).copy_(part)
+                buffer[:, :, start : start + placement.num_tokens] = part
+        return self.read()
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Keys and values `(B, heads, visible, D)` of the slots the placed queries may attend to, as views."""

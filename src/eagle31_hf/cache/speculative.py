@@ -256,7 +256,7 @@ class SpeculativeCache(Cache):
         moves: dict[int | None, SlotMoves | None]
         moves = {ring: ring_moves(before, nodes, ring, self.device) for ring in self.kinds.rings}
         moves[None] = full_moves(before, nodes, self.device)
-        for layer in self.attending:
+        for layer in self.attending if any(moves.values()) else ():
             needed = moves[layer.ring]
             if needed is not None and layer.is_initialized:
                 layer.copy(needed)

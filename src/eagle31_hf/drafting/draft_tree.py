@@ -53,15 +53,7 @@ class DraftTree:
     def chain(cls, tokens: Tensor) -> DraftTree:
         """A tree of width 1: `tokens (B, K+1)`, the last accepted token and `K` drafts in order."""
         batch, size = tokens.shape
-        parents, depths = _chain_parents_and_depths(size, tokens.device)
-        return cls(
-            tokens=tokens,
-            parents=parents.expand(batch, -1),
-            depths=depths.expand(batch, -1),
-            ancestors=chain_ancestors(size, tokens.device).expand(batch, -1, -1),
-            max_depth=size - 1,
-            max_children=min(1, size - 1),
-        )
+        return cls(tokens, *_of_chains(batch, size, tokens.device), max_depth=size - 1, max_children=min(1, size - 1))
 
     @property
     def size(self) -> int:
@@ -107,10 +99,13 @@ def chain_ancestors(size: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _chain_parents_and_depths(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _of_chains(batch: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents, depths and ancestors. Cached: do not write."""
     with torch.inference_mode(False):
         depths = torch.arange(size, device=device)
-        return (depths - 1).clamp_(min=0), depths
+        of_one = (depths - 1).clamp_(min=0), depths, chain_ancestors(size, device)
+        parents, depths, ancestors = (each.expand(batch, *each.shape) for each in of_one)
+        return parents, depths, ancestors
 
 
 def ancestors_from_parents(parents: Tensor, max_depth: int) -> Tensor:

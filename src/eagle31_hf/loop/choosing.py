@@ -157,11 +157,11 @@ class ChoiceRule:
 
     def of(self, tensor: Tensor) -> Tensor:
         """These rows of a tensor `(B, ...)`."""
-        return tensor if len(self.places) == len(tensor) else tensor[self.index(tensor.device)]
+        return tensor if len(self.places) == tensor.shape[0] else tensor[self.index(tensor.device)]
 
     def put(self, own: Tensor, whole: Tensor) -> Tensor:
         """A tensor `(B, ...)` with these rows' `own (R, ...)` in their places."""
-        return own if len(self.places) == len(whole) else whole.index_copy(0, self.index(whole.device), own)
+        return own if len(self.places) == whole.shape[0] else whole.index_copy(0, self.index(whole.device), own)
 
     def choose(self, scores: Tensor, noise: Tensor | None) -> Tensor:
         """Tokens `(...)` by processed scores `(..., V)` and, where they are drawn, noise of the same shape."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -99,14 +100,12 @@ class DecodingRequest:
 
     def choice_rules(self, batch: RoundBatch) -> list[ChoiceRule]:
         """One for all rows."""
-
-        def ends(place: int, nodes: int, token: int) -> bool:
-            return self.sequences.ends_with(batch.rows[place], token, after=nodes - 1)
-
         # Processors asked in order are done when the text is: a grammar has nothing to say about what comes behind.
-        until = ends if self.processing.in_order else None
-        places = range(len(batch.rows))
-        return [ChoiceRule(places, self.processing, self.do_sample, batch.rows, self.code, until)]
+        ends = partial(self._ends, batch) if self.processing.in_order else None
+        return [ChoiceRule(range(len(batch.rows)), self.processing, self.do_sample, batch.rows, self.code, ends)]
+
+    def _ends(self, batch: RoundBatch, place: int, nodes: int, token: int) -> bool:
+        return self.sequences.ends_with(batch.rows[place], token, after=nodes - 1)
 
     def noise_for(self, batch: RoundBatch, count: int) -> Tensor | None:
         """Noise `(B, count, V)` of each row's next tokens; `None` for a greedy text."""
@@ -288,9 +287,10 @@ class SpeculativeDecoder:
         self._collect_scores(accepted, logits, batch)
         written = self._write(accepted.tokens, batch)
         self.stage = Stage.COMMIT
-        if self.caches.drafter is not None and self._goes_on:
+        staying = self.unfinished_rows()
+        if self.caches.drafter is not None and (staying or self.request.carried is not None):
             self.caches.drafter.absorb(*prompts.pair(written))
-        self.let_ended_rows_go()
+        self.let_ended_rows_go(staying)
 
     # --- one round -----------------------------------------------------------------------------------------------
 
@@ -312,9 +312,10 @@ class SpeculativeDecoder:
         written = self._write(accepted.tokens, batch)
         self.stage = Stage.COMMIT
         self.round.record(self.request.policy, tree, batch, accepted)
-        if self._goes_on:
+        staying = self.unfinished_rows()
+        if staying or self.request.carried is not None:
             self.round.commit(accepted, verified, written)
-        self.let_ended_rows_go()
+        self.let_ended_rows_go(staying)
         self.clock.end_round()
 
     def _plan(self, live: Sequence[int]) -> DraftPlan | None:
@@ -360,14 +361,9 @@ class SpeculativeDecoder:
 
     # --- after a round -------------------------------------------------------------------------------------------
 
-    @property
-    def _goes_on(self) -> bool:
-        """Whether caches that are up to date with the text are still needed."""
-        return bool(self.unfinished_rows()) or self.request.carried is not None
-
-    def let_ended_rows_go(self) -> None:
-        """After a round: rows that have ended leave the batch, unless graphs were made for its size."""
-        staying = self.unfinished_rows()
+    def let_ended_rows_go(self, staying: Sequence[int]) -> None:
+        """After a round: rows but those at the places of unfinished ones leave the batch, unless graphs were made for
+        its size."""
         if not staying:
             self.rows = []
         elif len(staying) < len(self.rows) and not self.round.keeps_ended_rows(len(staying)):

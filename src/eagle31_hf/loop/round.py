@@ -63,6 +63,7 @@ class Round:
         self.caches, self.choosing, self.clock, self.binding = caches, choosing, clock, drafter.binding
         self.graphs = graphs if graphs is not None and self._serve_graphs() else None
         self.drafting: CompiledDrafting | None = None
+        self.eager = Verification(self.binding, caches.target)
         self.verification: CompiledVerification | None = None
         self._ahead: AcceptedAhead | None = None  # the next draft, if a graph has made it
         self._made_for = 0  # `Placement.row_changes` then: those that join later know nothing of it
@@ -135,10 +136,10 @@ class Round:
         """Logits `(B, N, V)` and, for a drafter, hidden states `(B, N, A*Ht)` of every node, in one target forward."""
         capturing = nullcontext() if self.caches.drafter is None else self.binding.capturing()
         with self.clock.phase("verify"), capturing:
-            if self.graphs is None or self.verification is None:
-                return Verification(self.binding, self.caches.target)(tree)
+            if self.verification is None:
+                return self.eager(tree)
             output = self.verification(tree, rests=self._rests)
-        self.choosing.stats.fall_back(self.graphs.disabled_reason)
+        self.choosing.stats.fall_back(self.verification.graphs.disabled_reason)
         return output
 
     # --- accept --------------------------------------------------------------------------------------------------

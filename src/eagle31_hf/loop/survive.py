@@ -228,7 +228,7 @@ class RecoveringDecoder:
                 return decoder.first_token(decoder.read(texts, unread=0))
             decoder.read(texts, unread=1)
             decoder.stage = Stage.COMMIT
-            decoder.let_ended_rows_go()
+            decoder.let_ended_rows_go(decoder.unfinished_rows())
 
     def _start_again(self) -> None:
         """Fresh caches for the rows whose caches are still needed, holding what the turn began with."""
