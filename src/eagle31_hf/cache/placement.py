@@ -36,13 +36,10 @@ class RowGroup:
         return None if self.index is None else self.index.on(device)[0]
 
 
-def row_groups(
-    lengths: Sequence[int], num_tokens: int, counts: Sequence[int] | None, device: torch.device
-) -> list[RowGroup]:  # fmt: skip
-    """The groups of rows with `lengths` committed tokens that read a block; rows without a token are in none."""
-    tokens = [num_tokens] * len(lengths) if counts is None else counts
+def row_groups(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> list[RowGroup]:
+    """The groups of rows with `lengths` committed tokens that read so many more; rows that read none are in none."""
     groups: dict[tuple[int, bool], list[int]] = {}
-    for row, (count, length) in enumerate(zip(tokens, lengths, strict=True)):
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         if count:
             groups.setdefault((count, length == 0), []).append(row)
     if len(groups) == 1 and len(next(iter(groups.values()))) == len(lengths):
@@ -99,7 +96,7 @@ class Placement:
         self.num_tokens = 0  # 0: nothing placed
         self.after = 0  # block nodes already written by earlier forwards of this round
         self._slots: DeviceCopies | None = None
-        self.counts: Sequence[int] | None = None  # tokens of each row that layers with states read, as are these:
+        self.counts: Sequence[int] = ()  # tokens of each row that layers with states read, as are these:
         self.is_draft = False
         self.groups: list[RowGroup] = []
 
@@ -127,8 +124,8 @@ class Placement:
 
     def read_states(self, counts: Sequence[int] | None, *, is_draft: bool) -> None:
         """Say how layers with states read the placed block; see `SpeculativeCache.place`."""
-        self.counts, self.is_draft = counts, is_draft
-        self.groups = row_groups(self.lengths, self.num_tokens, counts, self.device)
+        self.counts, self.is_draft = counts or [self.num_tokens] * self.batch_size, is_draft
+        self.groups = row_groups(self.lengths, self.counts, self.device)
         begins = any(group.begins for group in self.groups)
         assert not (self.is_chain and begins), "layers with states read a part of the text before the first drafts"
 
@@ -143,8 +140,7 @@ class Placement:
             in_order = all(list(row) == list(range(len(row))) for row in kept)
             assert in_order, f"got {kept} to keep of a chain; layers with states keep its first tokens, in order"
             return [len(row) - 1 for row in kept]
-        tokens = self.counts or [self.num_tokens] * len(kept)
-        whole = all(len(row) in (0, count) for row, count in zip(kept, tokens, strict=True))
+        whole = all(len(row) in (0, count) for row, count in zip(kept, self.counts, strict=True))
         assert whole, f"got {kept} to keep of a block that layers with states have read to its end"
         return [0 if len(row) else -1 for row in kept]
 

@@ -44,30 +44,28 @@ class SlotMoves(DeviceCopies):
             super().__init__(*on_device([sources, targets], device).unbind(), rows)
 
 
-def full_moves(lengths: Sequence[int], path: Sequence[Sequence[int]], device: torch.device) -> SlotMoves | None:
-    """Moves of a full layer for rows of `lengths` committed tokens that keep the nodes in `path`, one list per row."""
-    if all(node == i for row in path for i, node in enumerate(row)):
-        return None  # they lie where they belong already
-    longest = max(len(row) for row in path)
-    sources, targets = [], []
-    for length, row in zip(lengths, path, strict=True):
-        sources.append([length + node for node in (*row, *range(len(row), longest))])
-        targets.append([*range(length, length + longest)])
-    return SlotMoves(sources, targets, device)
-
-
-def ring_moves(
-    lengths: Sequence[int], path: Sequence[Sequence[int]], ring: int, device: torch.device
+def slot_moves(
+    lengths: Sequence[int], nodes: Sequence[Sequence[int]], ring: int | None, device: torch.device
 ) -> SlotMoves | None:  # fmt: skip
-    """Moves of a windowed layer from its scratch to its ring; of a long block only the last `ring` nodes matter."""
-    moved = min(ring, max(len(row) for row in path))
-    if moved == 0:
+    """Moves of layers with such a ring, or of full ones, for rows of `lengths` committed tokens that keep these nodes.
+
+    Nodes come from behind the row's last token or, of a windowed layer, from its scratch; of a long block only the last
+    `ring` of them matter. `None`: all lie where they belong.
+    """
+    longest = max(len(row) for row in nodes)
+    moved = longest if ring is None else min(ring, longest)
+    if moved == 0 or (ring is None and all(node == i for row in nodes for i, node in enumerate(row))):
         return None
     sources, targets = [], []
-    for length, row in zip(lengths, path, strict=True):
-        # Counted back from the row's end, `moved <= ring` consecutive positions fall on distinct ring slots.
-        indices = range(len(row) - moved, len(row))
-        target = [(length + i) % ring for i in indices]
-        sources.append([ring + row[i] if i >= 0 else slot for i, slot in zip(indices, target, strict=True)])
+    for length, row in zip(lengths, nodes, strict=True):
+        block = length if ring is None else ring  # its first slot
+        # Counted back from the row's end, `moved <= ring` consecutive positions fall on distinct slots of the ring.
+        first = 0 if ring is None else len(row) - moved
+        target = [length + i if ring is None else (length + i) % ring for i in range(first, first + moved)]
+        source = target.copy()
+        for place, i in enumerate(range(first, first + moved)):
+            if 0 <= i < len(row):
+                source[place] = block + row[i]
+        sources.append(source)
         targets.append(target)
     return SlotMoves(sources, targets, device)

@@ -32,7 +32,7 @@ from .layers import SlotLayer
 from .masks import block_masks
 from .placement import Placement
 from .quantized import Workspace, refuse_unquantizable
-from .slot_moves import SlotMoves, full_moves, ring_moves
+from .slot_moves import slot_moves
 from .spans import LayerKind, LayerKinds, kinds_from_config, refuse_scaling_by_slot
 from .state_tape import LastNodes
 from .states import Settle, StatefulLayer, StateLayer, settle_states
@@ -253,9 +253,7 @@ class SpeculativeCache(Cache):
         self._ends = [max(end, length) for end, length in zip(self._ends, lengths, strict=True)]
         if self.has_states and lengths != before:
             settle(self.with_states, LastNodes(self.placement.last_state_nodes(nodes), self.device))
-        moves: dict[int | None, SlotMoves | None]
-        moves = {ring: ring_moves(before, nodes, ring, self.device) for ring in self.kinds.rings}
-        moves[None] = full_moves(before, nodes, self.device)
+        moves = {ring: slot_moves(before, nodes, ring, self.device) for ring in (None, *self.kinds.rings)}
         for layer in self.attending if any(moves.values()) else ():
             needed = moves[layer.ring]
             if needed is not None and layer.is_initialized:

@@ -117,20 +117,13 @@ def read_stock_layers(dynamic: DynamicCache, batch_size: int | None = None) -> L
 
 def _content(layer: Any) -> HeldLayer:
     keys: Tensor | None = getattr(layer, "keys", None)
-    if keys is None or keys.numel() == 0:
-        return HeldLayer(states=_states(layer))
-    return HeldLayer(keys, layer.values, _states(layer))
-
-
-def _states(layer: Any) -> dict[StateKey, Tensor]:
-    if not _has_states(layer):
-        return {}
-    return {
+    states = {
         (kind, number): state
         for kind in (CONVOLUTION, RECURRENT)
-        for number, state in getattr(layer, kind).items()
+        for number, state in getattr(layer, kind, {}).items()
         if state is not None and layer.has_previous_state[number]
     }
+    return HeldLayer(states=states) if keys is None or keys.numel() == 0 else HeldLayer(keys, layer.values, states)
 
 
 def refill_stock_layers(dynamic: DynamicCache, held: LayerStates, length: int) -> None:

@@ -305,7 +305,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         return torch.where(is_known, own, self._embed_by_target(token_ids))
 
     def _embed_by_target(self, token_ids: Tensor) -> Tensor:
-        return self.binding.embed(token_ids).to(device=self.fc.weight.device, dtype=self.fc.weight.dtype)
+        return self.binding.embedding(token_ids).to(device=self.fc.weight.device, dtype=self.fc.weight.dtype)
 
     def draft_logits(self, normed: Tensor) -> Tensor:
         """Logits `(..., Vd)` over the draft vocabulary from post-norm hidden states `(..., H)`."""
@@ -356,7 +356,8 @@ def copy_from_target(checkpoint: Checkpoint, target: PreTrainedModel, parts: Col
     try:
         if "embedding" in parts and not config.own_embedding:
             ids = torch.arange(config.vocab_size, device=binding.input_device)
-            tensors["embed_tokens.weight"], config.own_embedding = binding.embed(ids[None])[0].to("cpu", dtype), True
+            tensors["embed_tokens.weight"] = binding.embedding(ids[None])[0].to("cpu", dtype)
+            config.own_embedding = True
         if "head" in parts and not config.own_lm_head:
             ids = torch.arange(config.draft_vocab_size or config.vocab_size) + tensors.get("d2t", torch.tensor(0))
             rows = gather_head_rows(binding.lm_head, ids, binding.compute_dtype)

@@ -74,8 +74,7 @@ class TargetBinding:
     """
 
     def __init__(self, target: PreTrainedModel, config: Eagle31Config | None):
-        self.model = _unwrap(target)
-        _require_decoder_only(self.model)
+        self.model = _decoder_only(target)
         self.text_config = self.model.config.get_text_config()
         self.decoder = decoder_of(self.model)
         self.layers = _decoder_layers(self.decoder, self.text_config.num_hidden_layers)
@@ -256,10 +255,6 @@ class TargetBinding:
         """Where logits appear, and where the drafter lives by default."""
         return _module_device(self.lm_head)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """The target's own embedding of `token_ids` `(B, T)`, shared, never copied."""
-        return self.embedding(token_ids)
-
     def close(self) -> None:
         """Remove the hooks. The target is as it was before."""
         self._undo()
@@ -290,7 +285,7 @@ class Verification:
         return self.cache.attention_mask(ancestors, depths, self.binding.compute_dtype)
 
 
-def _unwrap(target: Any) -> PreTrainedModel:
+def _decoder_only(target: Any) -> PreTrainedModel:
     base = getattr(target, "get_base_model", None)  # PEFT
     model = base() if callable(base) else target
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # its class is slow to import
@@ -304,10 +299,6 @@ def _unwrap(target: Any) -> PreTrainedModel:
             f"the target is a {type(target).__name__}; wanted a transformers model, e.g. from "
             "AutoModelForCausalLM.from_pretrained(...)"
         )
-    return model
-
-
-def _require_decoder_only(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise IncompatibleTargetError(
@@ -315,6 +306,7 @@ def _require_decoder_only(model: PreTrainedModel) -> None:
         )
     if not model.can_generate():
         raise IncompatibleTargetError(f"{name} cannot generate text; load the target with AutoModelForCausalLM")
+    return model
 
 
 def _decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList:

@@ -39,16 +39,10 @@ class HiddenStateTaps:
 
     def _tap(self, decoder: nn.Module, layers: nn.ModuleList, index: int) -> Any:
         if index < len(layers):
-
-            def before(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-                self._catch(index, args[0] if args else kwargs["hidden_states"])
-
-            return layers[index].register_forward_pre_hook(_Tap(before), with_kwargs=True)
-
-        def after(_module: nn.Module, _args: tuple, output: Any) -> None:
-            self._catch(index, output if isinstance(output, Tensor) else output[0])
-
-        return (layers[-1] if index == len(layers) else decoder).register_forward_hook(_Tap(after))
+            before = _Tap(lambda args, kwargs: self._catch(index, args[0] if args else kwargs["hidden_states"]))
+            return layers[index].register_forward_pre_hook(before, with_kwargs=True)
+        after = _Tap(lambda _, output: self._catch(index, output if isinstance(output, Tensor) else output[0]))
+        return (layers[-1] if index == len(layers) else decoder).register_forward_hook(after)
 
     def _catch(self, index: int, states: Tensor) -> None:
         if torch.compiler.is_compiling():
@@ -127,7 +121,7 @@ class _Tap:
     def __init__(self, hook: Callable[..., None] | None = None):
         self._hook = hook
 
-    def __call__(self, *call: Any) -> None:
+    def __call__(self, _module: nn.Module, *call: Any) -> None:
         if self._hook is not None:
             self._hook(*call)
 
