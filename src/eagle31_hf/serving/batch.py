@@ -164,11 +164,12 @@ class Batch:
         self.caches.join(caches)
         self.texts.append(text)
         self.reading = None
+        if event.finish is not None:
+            self.leave(text)
+            return event
         self.planner.shorten_rest()  # this text may be of another kind
         if self.is_single:
             self._draft_alone(text)
-        if event.finish is not None:
-            self.leave(text)
         return event
 
     def _first_token(self, text: ServedText, prompt: PrefillState) -> Event:
