@@ -18,15 +18,9 @@ from tiny_checkpoints import (
 )
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.checkpoints import (
-    read_checkpoint,
-)
+from eagle31_hf.checkpoints import read_checkpoint
 from eagle31_hf.config import Eagle31Config
-from eagle31_hf.errors import (
-    CheckpointFormatError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-)
+from eagle31_hf.errors import CheckpointFormatError, CheckpointNotFoundError, ConfigurationError
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 # --- config.json ------------------------------------------------------------------------------------------------------

@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_checkpoints import (
-    KEPT_IDS,
-    LAYER_0,
-    REFUSES,
-    VARIANTS,
-    make,
-)
+from tiny_checkpoints import KEPT_IDS, LAYER_0, REFUSES, VARIANTS, make
 
 from eagle31_hf.checkpoints import FORMATS, WRITTEN_FORMATS, Checkpoint, read_checkpoint, write_checkpoint
 from eagle31_hf.checkpoints.layouts import COMPLETED_LAYER, HS_INDEX, SGLANG_RULE

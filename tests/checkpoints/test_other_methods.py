@@ -2,22 +2,10 @@
 
 import pytest
 import torch
-from tiny_checkpoints import (
-    LAYER_0,
-    PLAIN,
-    layout,
-    random_tensors,
-    save,
-    speculators_config,
-)
+from tiny_checkpoints import LAYER_0, PLAIN, layout, random_tensors, save, speculators_config
 
-from eagle31_hf.checkpoints import (
-    inspect_checkpoint,
-    read_checkpoint,
-)
-from eagle31_hf.errors import (
-    CheckpointFormatError,
-)
+from eagle31_hf.checkpoints import inspect_checkpoint, read_checkpoint
+from eagle31_hf.errors import CheckpointFormatError
 
 
 def eagle_1() -> dict[str, torch.Tensor]:

@@ -25,20 +25,11 @@ from tiny_checkpoints import (
 from transformers.activations import ACT2FN
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.checkpoints import (
-    WRITTEN_FORMATS,
-    inspect_checkpoint,
-    read_checkpoint,
-    write_checkpoint,
-)
+from eagle31_hf.checkpoints import WRITTEN_FORMATS, inspect_checkpoint, read_checkpoint, write_checkpoint
 from eagle31_hf.checkpoints.eagle_network import expected_shapes
 from eagle31_hf.checkpoints.layouts import detect_layout
 from eagle31_hf.config import ROPE_TYPES
-from eagle31_hf.errors import (
-    CheckpointFormatError,
-    Eagle31Error,
-    UnsafeCheckpointError,
-)
+from eagle31_hf.errors import CheckpointFormatError, Eagle31Error, UnsafeCheckpointError
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 

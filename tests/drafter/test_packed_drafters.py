@@ -29,15 +29,7 @@ from eagle31_hf.drafter.packed_linear import FourBitLinear, Int8Linear, PackedLi
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.memory.drafter_facts import DrafterFacts
 from eagle31_hf.memory.weights import SCHEMES, storage_bytes
-from helpers import (
-    DEMO_DRAFTER,
-    GROUPED,
-    assert_same_text,
-    left_padded,
-    random_prompts,
-    random_target,
-    target_of,
-)
+from helpers import DEMO_DRAFTER, GROUPED, assert_same_text, left_padded, random_prompts, random_target, target_of
 
 pytest.importorskip("bitsandbytes")
 

@@ -4,11 +4,7 @@ from .checkpoint import Checkpoint, CheckpointSummary, inspect_checkpoint, read_
 from .config_json import TARGET_MODEL
 from .files import holds_checkpoint
 from .hub import holds_drafter, require_head, resolve_checkpoint, target_holds_head
-from .layouts import (
-    FORMATS,
-    WRITTEN_FORMATS,
-    default_format,
-)
+from .layouts import FORMATS, WRITTEN_FORMATS, default_format
 
 __all__ = [
     "FORMATS",

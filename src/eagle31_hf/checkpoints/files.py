@@ -22,13 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import (
-    CheckpointError,
-    CheckpointFormatError,
-    IncompatibleTargetError,
-    UnsafeCheckpointError,
-    removal,
-)
+from ..errors import CheckpointError, CheckpointFormatError, IncompatibleTargetError, UnsafeCheckpointError, removal
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

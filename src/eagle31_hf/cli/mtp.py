@@ -10,13 +10,7 @@ import torch
 import typer
 from transformers import AutoTokenizer
 
-from ..checkpoints import (
-    holds_checkpoint,
-    read_checkpoint,
-    require_head,
-    resolve_checkpoint,
-    write_checkpoint,
-)
+from ..checkpoints import holds_checkpoint, read_checkpoint, require_head, resolve_checkpoint, write_checkpoint
 from ..checkpoints.graft import graft_head
 from ..drafter.draft_rows import with_draft_rows, with_rows
 from ..drafter.loading import require_tokenizer

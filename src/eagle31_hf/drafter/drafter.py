@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedModel
 
-from ..checkpoints import (
-    TARGET_MODEL,
-    Checkpoint,
-    default_format,
-    read_checkpoint,
-    write_checkpoint,
-)
+from ..checkpoints import TARGET_MODEL, Checkpoint, default_format, read_checkpoint, write_checkpoint
 from ..checkpoints.card import publish_checkpoint, publish_folder
 from ..checkpoints.eagle_network import Eagle31Network
 from ..checkpoints.mtp_network import MtpNetwork

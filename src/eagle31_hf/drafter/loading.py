@@ -7,13 +7,7 @@ import re
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.hub import folder_meant, missing_folder, target_class
