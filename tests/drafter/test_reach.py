@@ -28,10 +28,7 @@ from helpers import (
 )
 
 WINDOW = 6
-SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {},
-    "tree": {"draft_top_k": 2, "draft_tree_size": 12},
-}
+SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"draft_top_k": 2, "draft_tree_size": 12}}
 
 
 def texts_of(eagle: Eagle31Drafter, length: int) -> tuple[Tensor, Tensor]:

@@ -82,11 +82,7 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
-        cache: Cache | None,
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], attention_mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         batch, length, _ = x.shape
         qkv = self.qkv_proj(x).view(batch, length, -1, self.head_dim).transpose(1, 2)  # (B, n_q + 2 n_kv, T, d)
@@ -133,11 +129,7 @@ class LatentAttention(nn.Module):
         self.query_scale = math.sqrt(seen / meant) * _yarn_scale(config.rope_parameters or {}) ** 2
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
-        cache: Cache | None,
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], attention_mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         batch, length, _ = x.shape
         query = self._query(x).view(batch, length, self.num_heads, -1).transpose(1, 2)
@@ -171,12 +163,7 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float:
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    cache: Cache | None,
-    layer_idx: int,
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, cache: Cache | None, layer_idx: int
 ) -> Tensor:
     """Of `query` `(B, n, T, d)` over these keys and values `(B, n_kv, T, d)` and all cached before; `(B, n, T, d)`."""
     if cache is not None:

@@ -62,13 +62,7 @@ class DraftChoice:
         return self.scores is None and self.noise is None
 
     def rank(
-        self,
-        logits: Tensor,
-        drafted: Sequence[Tensor],
-        draft_ids: Tensor | None,
-        *,
-        depth: int,
-        at_least: int = 1,
+        self, logits: Tensor, drafted: Sequence[Tensor], draft_ids: Tensor | None, *, depth: int, at_least: int = 1
     ) -> tuple[Tensor, Tensor | None]:
         """Scores `(B, S)` of at least so many candidates, and their target ids: `(S,)`, `(B, S)`, or `None` for all.
 
