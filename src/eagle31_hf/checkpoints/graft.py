@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError, CheckpointFormatError
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, open_tensors, read_json, replacing
-from .mtp import MtpFamily, StoredHead, holds_head, promises_head, require_head_in, text_fields
+from .hub import require_head
+from .mtp import MtpFamily, StoredHead, find_head, promises_head, text_fields
 
 HEAD_SHARD = "model-mtp.safetensors"
 """The head's shard beside others. llama.cpp's converter reads files that begin like this."""
@@ -26,14 +27,14 @@ SAME = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "num_att
 """Fields of the text configuration that base and fine-tune must agree in."""
 
 
-def graft_head(base: Path, folder: Path) -> list[str]:
-    """Put the MTP head of the target in `base` into the target in `folder`, byte for byte; the names of its tensors.
+def graft_head(base: str | Path, folder: Path) -> list[str]:
+    """Put the MTP head of `base`, folder or Hub id, into the target in `folder`, byte for byte; its tensors' names.
 
     Raises:
         CheckpointFormatError: `base` holds no head, `folder` holds one already, or they are not of one model.
         CheckpointError: it cannot be written there; the folder is what it was.
     """
-    head = require_head_in(base)
+    head = require_head(base)
     if head.family is None:
         raise CheckpointFormatError(f"{base} holds a head by itself, without its target's names; pass the target")
     head.config()  # refused here if it is not whole
@@ -61,7 +62,7 @@ def _require_room_for_it(head: StoredHead, family: MtpFamily, folder: Path) -> N
         raise CheckpointFormatError(f"{folder} has no {CONFIG_FILE}; pass the folder of a model")
     if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
         raise CheckpointFormatError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; save the model as these")
-    if holds_head(folder):
+    if find_head(folder) is not None:
         raise CheckpointFormatError(f"{folder} holds an MTP head already; nothing was changed")
     if (folder / HEAD_SHARD).exists():
         raise CheckpointFormatError(f"{folder / HEAD_SHARD} is there, and no index names it; remove it")

@@ -11,8 +11,8 @@ import huggingface_hub
 from huggingface_hub import errors as hub
 
 from ..errors import CheckpointFormatError, CheckpointNotFoundError
-from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, holds_fusion, shown
-from .mtp import head_files, holds_head, require_head_in
+from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, holds_fusion, read_json, shown
+from .mtp import FAMILIES, UNREADABLE, StoredHead, find_head, head_files, refuse_lost_head, text_fields
 
 GGUF_SUFFIX = ".gguf"
 MOST_NAMED = 5
@@ -181,11 +181,24 @@ def target_holds_head(path_or_id: str | os.PathLike[str]) -> bool:
     Of the Hub its config.json, its index and the files that hold the head are fetched.
     """
     try:
-        return holds_head(resolve_checkpoint(path_or_id))
+        head = find_head(resolve_checkpoint(path_or_id))
     except (CheckpointFormatError, CheckpointNotFoundError):
         return False  # what is wrong with a target is said where it is loaded
+    return head is not None and head.family is not None
 
 
-def require_head(path_or_id: str | os.PathLike[str]) -> None:
-    """Raise a `CheckpointFormatError` that says what is wrong if a target holds no MTP head that can be read."""
-    require_head_in(resolve_checkpoint(path_or_id))
+def require_head(path_or_id: str | os.PathLike[str]) -> StoredHead:
+    """The MTP head in a folder or Hub id.
+
+    Raises:
+        CheckpointFormatError: there is none that can be read.
+    """
+    folder = resolve_checkpoint(path_or_id)
+    if (head := find_head(folder)) is not None:
+        return head
+    refuse_lost_head(folder)
+    kind = text_fields(read_json(folder / CONFIG_FILE)).get("model_type")
+    reason = UNREADABLE.get(str(kind), f"those of {', '.join(FAMILIES)} can")
+    raise CheckpointFormatError(
+        f"{folder} holds no MTP head that can be read ({reason}); name an EAGLE drafter that was made for this target"
+    )

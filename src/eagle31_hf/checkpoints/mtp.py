@@ -239,30 +239,6 @@ def find_head(folder: Path) -> StoredHead | None:
     return StoredHead(folder, raw_config, family, stored, names) if names.keys() - {"norm.weight"} else None
 
 
-def require_head_in(folder: Path) -> StoredHead:
-    """The head in `folder`.
-
-    Raises:
-        CheckpointFormatError: there is none that can be read.
-    """
-    head = find_head(folder)
-    if head is None:
-        refuse_lost_head(folder)
-        kind = text_fields(read_json(folder / CONFIG_FILE)).get("model_type")
-        reason = UNREADABLE.get(str(kind), f"those of {', '.join(FAMILIES)} can")
-        raise CheckpointFormatError(
-            f"{folder} holds no MTP head that can be read ({reason}); name an EAGLE drafter that was made for this "
-            "target"
-        )
-    return head
-
-
-def holds_head(folder: Path) -> bool:
-    """Whether a target lies in `folder` whose files hold a head of a family that can be read."""
-    head = find_head(folder)
-    return head is not None and head.family is not None
-
-
 def refuse_lost_head(folder: Path) -> None:
     """Raise a `CheckpointFormatError` if the target in `folder`, whose files hold no head, is said to have one."""
     path = folder / CONFIG_FILE
@@ -272,12 +248,6 @@ def refuse_lost_head(folder: Path) -> None:
             "transformers drops them when it saves a model. Pass the folder or Hub id of the model this one was made "
             "from as the drafter, or put its head back: eagle31 mtp BASE --into FOLDER"
         )
-
-
-def copies_head_rows(folder: Path) -> bool:
-    """Whether a head that lies in `folder` by itself drafts from chosen rows of its target's LM head, not the first."""
-    head = find_head(folder)
-    return head is not None and "d2t" in head.names and bool(head.stored.load(["d2t"])["d2t"].any())
 
 
 def head_files(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 import typer
 from transformers import AutoTokenizer
 
-from ..checkpoints import holds_checkpoint, read_checkpoint, require_head, resolve_checkpoint, write_checkpoint
+from ..checkpoints import holds_checkpoint, read_checkpoint, require_head, write_checkpoint
 from ..checkpoints.graft import graft_head
 from ..drafter.draft_rows import with_draft_rows, with_rows
 from ..drafter.loading import require_tokenizer
@@ -52,7 +52,7 @@ def mtp(
     require_head(base)
     console = make_console()
     if into is not None:
-        names = graft_head(resolve_checkpoint(base), into)
+        names = graft_head(base, into)
         console.print(
             f"{count(len(names), 'tensor')} of {base}'s MTP head → {into}; its other files are as they were",
             soft_wrap=True,

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..cache.spans import LayerKind, LayerKinds
 from ..cache.speculative import SpeculativeCache
-from ..checkpoints import inspect_checkpoint, require_head, resolve_checkpoint, target_holds_head
+from ..checkpoints import inspect_checkpoint, require_head, target_holds_head
 from ..checkpoints.eagle_network import DrafterOutput, Eagle31Network
-from ..checkpoints.mtp import copies_head_rows, promised_head
+from ..checkpoints.mtp import promised_head
 from ..checkpoints.mtp_network import MtpNetwork
 from ..config import Eagle31Config, MtpConfig
 from ..errors import MemoryPlanError
@@ -119,14 +119,15 @@ def read_drafter(drafter: Any, target: TargetFacts) -> DrafterFacts:
     Raises:
         MemoryPlanError: it cannot be read, or was made for a target of another width or vocabulary.
     """
-    config = _drafter_config(drafter, target)
+    config, offsets = _config_and_map(drafter, target)
     same_tokens = config.vocab_size == target.vocab_size or config.knows_vocabulary_of(target.vocab_size)
     if config.target_hidden_size != target.hidden_size or not same_tokens:
         raise MemoryPlanError(
             f"the drafter was made for hidden size {config.target_hidden_size} and {config.vocab_size} tokens, target "
             f"{target.name} has {target.hidden_size} and {target.vocab_size}; plan with a drafter made for it"
         )
-    copies_rows = isinstance(config, MtpConfig) and _copies_head_rows(drafter)
+    # Of a head inside a target the first rows of the LM head are read in place.
+    copies_rows = isinstance(config, MtpConfig) and offsets is not None and bool(offsets.any())
     return DrafterFacts(config, target.quantization.torch_dtype, copies_rows=copies_rows)
 
 
@@ -157,23 +158,18 @@ def drafter_to_plan(drafter: Any, target: Any, facts: TargetFacts) -> Any:
     return head
 
 
-def _copies_head_rows(drafter: Any) -> bool:
-    """Whether rows of the target's LM head are copied for a head inside it; its first rows are read in place."""
+def _config_and_map(drafter: Any, target: TargetFacts) -> tuple[Eagle31Config, Tensor | None]:
+    """Its configuration and, where its draft vocabulary is known, the offsets of its ids."""
     if isinstance(drafter, (str, Path)):
-        return copies_head_rows(resolve_checkpoint(drafter))
-    chosen = getattr(drafter, "d2t", None) if isinstance(drafter, nn.Module) else None
-    return chosen is not None and bool(chosen.any())
-
-
-def _drafter_config(drafter: Any, target: TargetFacts) -> Eagle31Config:
-    if isinstance(drafter, (str, Path)):
-        return inspect_checkpoint(drafter).config
+        summary = inspect_checkpoint(drafter)
+        stored = summary.names.get("d2t")
+        return summary.config, None if stored is None else summary.stored.load([stored])[stored]
     if drafter is None:
         rows = min(target.vocab_size, USUAL_DRAFT_VOCABULARY)
-        return default_config(target.forward.model.config, draft_vocab_size=rows)
+        return default_config(target.forward.model.config, draft_vocab_size=rows), None
     config = getattr(drafter, "config", drafter)
     if isinstance(config, Eagle31Config):
-        return config
+        return config, getattr(drafter, "d2t", None)
     raise MemoryPlanError(
         f"got a {type(drafter).__name__} as drafter; wanted a folder, a Hub id, an Eagle31Config, a drafter, or None "
         "for one shaped like the target"
