@@ -7,12 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from eagle31_hf import SpeculationStats
-from helpers import drafter_of, left_padded, prompts_for, target_of
+from helpers import GREEDY, drafter_of, left_padded, prompts_for, target_of
 
 
 def greedy(name: str, inputs: dict[str, Tensor], **kwargs: Any) -> Any:
-    kwargs = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | kwargs
-    return target_of(name).generate(**inputs, **kwargs)
+    return target_of(name).generate(**inputs, **GREEDY | kwargs)
 
 
 def one(name: str = "llama") -> dict[str, Tensor]:

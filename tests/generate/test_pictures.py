@@ -23,6 +23,7 @@ from eagle31_hf.loop.survive import FallbackStep
 from eagle31_hf.targets.prompt_forward import PromptForward
 from families import GPT_2, IDS, IMAGE, SEEING_FAMILIES, VIDEO, hearing_inputs, hearing_model, picture_of
 from helpers import (
+    GREEDY,
     assert_same_text,
     configured,
     left_padded,
@@ -32,8 +33,6 @@ from helpers import (
     random_target,
 )
 
-NEW = 12
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
 FAMILIES = ("gemma3", "qwen2.5_vl")  # windows and pictures that see both ways; positions along several axes
 
 
@@ -51,7 +50,7 @@ def assert_is_plains(family: str, inputs: dict[str, Any], **kwargs: Any) -> Tens
     """By our own loop, with drafts of which some are right."""
     model, drafter = pair(family)
     tree = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
-    return assert_same_text(model, drafter, inputs, oracle=1, settings=tree, **{**GREEDY, **kwargs})
+    return assert_same_text(model, drafter, inputs, oracle=1, settings=tree, **kwargs)
 
 
 # --- what else than pictures ------------------------------------------------------------------------------------------
@@ -131,7 +130,7 @@ def test_the_next_turn_still_sees_the_picture(family: str, whole: bool) -> None:
         more = torch.cat((answer, torch.tensor([[7, 9, 11]])), dim=1)
         passed = more if whole else more[:, cache.get_seq_length() :]
         turn = {"input_ids": passed, "attention_mask": torch.ones_like(more), "past_key_values": cache}
-        texts.append(greedy(model, turn, assistant_model=second)[:, -NEW:])
+        texts.append(greedy(model, turn, assistant_model=second)[:, -16:])
     assert torch.equal(texts[1], texts[0])
     assert torch.equal(texts[2], texts[0])
 
@@ -148,7 +147,7 @@ def test_new_pictures_behind_a_cache_are_plains_business() -> None:
         greedy(model, before, past_key_values=cache)
         return {"past_key_values": cache}
 
-    assert_same_text(model, drafter, inputs, loop="plain", why="cache", fresh=fresh, **GREEDY)
+    assert_same_text(model, drafter, inputs, loop="plain", why="cache", fresh=fresh)
     assert "pixel" in drafter.stats.reason or "mm_encoder_outputs" in drafter.stats.reason
 
 
@@ -161,7 +160,7 @@ def test_an_input_that_no_test_knows_goes_by_another_loop_by_name(monkeypatch: p
     monkeypatch.setattr(routes, "READ_WITH_THE_PROMPT", {"pixel_values", "mm_encoder_outputs"})
     for rows in (1, 3):
         inputs = SEEING_FAMILIES["qwen3_vl"].inputs(1, rows)
-        assert_same_text(model, drafter, inputs, loop="plain", why=why, **GREEDY)
+        assert_same_text(model, drafter, inputs, loop="plain", why=why)
 
 
 def test_an_input_of_every_forward_is_found_out() -> None:
@@ -170,7 +169,7 @@ def test_an_input_of_every_forward_is_found_out() -> None:
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
     inputs = left_padded(random_prompts(1))
     inputs["token_type_ids"] = torch.ones_like(inputs["input_ids"])
-    text = assert_same_text(model, drafter, inputs, loop="plain", why="logits differ", **GREEDY)
+    text = assert_same_text(model, drafter, inputs, loop="plain", why="logits differ")
     assert not torch.equal(text, greedy(model, {**inputs, "token_type_ids": None})), "or nothing is tested"
     with configured(drafter, speculation_loop="own"), pytest.raises(UnsupportedGenerationError, match="token_type_ids"):
         greedy(model, inputs, assistant_model=drafter)
@@ -180,14 +179,14 @@ def test_positions_that_were_counted_wrong_would_be_found_out(monkeypatch: pytes
     model = SEEING_FAMILIES["qwen2.5_vl"].model()
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
     monkeypatch.setattr(SpeculativeCache, "offset_positions", lambda *_: None)
-    assert_same_text(model, drafter, SEEING_FAMILIES["qwen2.5_vl"].inputs(1), loop="plain", **GREEDY)
+    assert_same_text(model, drafter, SEEING_FAMILIES["qwen2.5_vl"].inputs(1), loop="plain")
 
 
 def test_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = SEEING_FAMILIES["gemma3"].model()
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
     tried, attempt = [], continuation._try
-    monkeypatch.setattr(continuation, "_try", lambda call: tried.append(call) or attempt(call))
+    monkeypatch.setattr(continuation, "_try", lambda *given: tried.append(given) or attempt(*given))
     for picture in (1, 2):
         greedy(model, SEEING_FAMILIES["gemma3"].inputs(picture), assistant_model=drafter)
     assert len(tried) == 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,31 +12,50 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..cache.stock import CACHE_ARGUMENT
+from ..cache.stock import CACHE_ARGUMENT, held_length
 from ..drafter.assistant import Assistant
 from ..errors import UnsupportedGenerationError
+from ..loop.pair import Drafting, Pair
 from ..loop.text import StopRules
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
 from ..targets.binding import OF_STATES_ALONE
 from ..targets.prompt_forward import PromptForward
 
-NOT_FOR_THE_MODEL = ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor")
+
+@dataclass
+class AssistedCall:
+    """A `generate` call with an assistant of ours, while transformers prepares it.
+
+    Attributes:
+        draft_tokens: the `num_assistant_tokens` it asks for; `None`: as many as the drafter's settings say.
+        by_default: whether it did not name the assistant (`Assistant.use_by_default`).
+        has_begun: whether something was written.
+    """
+
+    model: Any
+    drafter: Assistant
+    draft_tokens: int | None
+    by_default: bool
+    has_begun: bool = False
 
 
 @dataclass(frozen=True)
 class Call:
-    """One `generate` call, everything prepared.
+    """The same with everything prepared.
 
     Attributes:
+        must_be_own: our loop was asked for by name.
         input_ids: `(B, L)`, left-padded.
-        logits_processor, stopping_criteria: as transformers prepared them, for its own loops.
+        logits_processor, stopping_criteria: as transformers prepared them, for its own loop.
         processing, rules: the same two as our loop takes them.
         model_inputs: what the model is given beside `input_ids`, mask and cache among it.
     """
 
     model: Any
     drafter: Assistant
+    draft_tokens: int | None
+    must_be_own: bool
     input_ids: Tensor
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
@@ -49,27 +69,31 @@ class Call:
     @classmethod
     def read(
         cls,
-        model: Any,
+        assisted: AssistedCall,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        given: Mapping[str, Any],
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **given: Any,
     ) -> Call:
-        """The call whose arguments `_assisted_decoding` got; `given` are those by keyword."""
-        others = ("synced_gpus", "streamer", *NOT_FOR_THE_MODEL)
+        """The call that these arguments of `GenerationMixin._sample` were prepared for."""
+        drafter = assisted.drafter
         return cls(
-            model=model,
-            drafter=given["assistant_model"],
+            model=assisted.model,
+            drafter=drafter,
+            draft_tokens=assisted.draft_tokens,
+            must_be_own=drafter.generation_config.speculation_loop == "own" and not assisted.by_default,
             input_ids=input_ids,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             processing=ScoreProcessing(logits_processor),
             rules=StopRules.from_criteria(stopping_criteria, generation_config.max_length),
             generation_config=generation_config,
-            synced_gpus=bool(given.get("synced_gpus")),
-            streamer=given.get("streamer"),
-            model_inputs={name: value for name, value in given.items() if name not in others},
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            model_inputs={name: value for name, value in given.items() if not name.endswith("tokenizer")},
         )
 
     @property
@@ -77,9 +101,18 @@ class Call:
         return self.input_ids.shape[0]
 
     @property
+    def is_sampled(self) -> bool:
+        return bool(self.generation_config.do_sample)
+
+    @property
     def cache(self) -> Any:
         """What the caller brought, or what `generate` made."""
         return self.model_inputs.get(CACHE_ARGUMENT)
+
+    @property
+    def cached_length(self) -> int:
+        """Tokens that it holds."""
+        return 0 if self.cache is None else held_length(self.cache)
 
     @property
     def attention_mask(self) -> Tensor | None:
@@ -112,6 +145,48 @@ class Call:
         # Along several axes, as behind pictures, they are not the tokens counted.
         several = self.position_ids.dim() > 2
         return self.position_ids.shape[-1] if several else int(self.position_ids[..., -1].max()) + 1
+
+    @cached_property
+    def padding(self) -> list[int]:
+        """Pads of each row, which stand in front of it where `is_left_padded`.
+
+        Raises:
+            UnsupportedGenerationError: the mask is shorter than the prompts.
+        """
+        rows, length = self.input_ids.shape
+        if self.text_length < length:
+            raise UnsupportedGenerationError(
+                f"the attention mask covers {self.text_length} tokens of prompts of {length}; pass the mask that the "
+                "tokenizer made with them"
+            )
+        mask = self.attention_mask
+        return [0] * rows if mask is None else (length - mask[:, -length:].bool().sum(dim=1)).tolist()
+
+    @property
+    def is_left_padded(self) -> bool:
+        """Whether every row has tokens, and no pads behind or between them."""
+        length, padding = self.input_ids.shape[1], self.padding
+        if self.attention_mask is None:
+            return True
+        mask = self.attention_mask[:, -length:].bool()
+        pads = torch.tensor(padding, device=mask.device)[:, None]
+        return max(padding) < length and torch.equal(mask, torch.arange(length, device=mask.device) >= pads)
+
+    def drafting(self, on_event: Callable[[str, str], None] | None = None) -> Drafting:
+        """What the call and the drafter's `generation_config` ask of drafts."""
+        return Pair.of(self.drafter).drafting(
+            rows=self.batch_size,
+            sampled=self.is_sampled,
+            processing=self.processing,
+            new_tokens=self.rules.max_length - self.input_ids.shape[1],
+            depth=self.draft_tokens,
+            on_event=on_event,
+        )
+
+    @property
+    def prompt_forward(self) -> PromptForward | None:
+        """How the model reads the prompts itself; `None` where they are tokens and nothing else."""
+        return PromptForward(self.input_ids, self.padding, self.model_inputs) if beside_tokens(self) else None
 
 
 # --- what the model is given ------------------------------------------------------------------------------------------
@@ -150,31 +225,6 @@ def beside_tokens(call: Call) -> list[str]:
     return sorted(given)
 
 
-def prompt_forward(call: Call, padding: list[int]) -> PromptForward | None:
-    """How the model reads the prompts itself; `None` where they are tokens and nothing else."""
-    return PromptForward(call.input_ids, padding, call.model_inputs) if beside_tokens(call) else None
-
-
-def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
-    """Pads in front of each row.
-
-    Raises:
-        UnsupportedGenerationError: a mask has holes or pads on the right.
-    """
-    rows, length = input_ids.shape
-    if attention_mask is None:
-        return [0] * rows
-    mask = attention_mask[:, -length:].bool()
-    padding = length - mask.sum(dim=1)
-    columns = torch.arange(length, device=mask.device)
-    if not torch.equal(mask, columns >= padding[:, None]) or int(padding.max()) >= length:
-        raise UnsupportedGenerationError(
-            "the attention mask has pads behind or between tokens (or a row without any token); pad prompts on the "
-            "left: tokenizer.padding_side = 'left'"
-        )
-    return padding.tolist()
-
-
 def _is_nothing(value: Any) -> bool:
     """`None`, or outputs of encoders (`mm_encoder_outputs`) none of which had anything to read."""
     return value is None or (isinstance(value, Mapping) and all(_is_nothing(part) for part in value.values()))
@@ -200,34 +250,6 @@ def has_positions_of_its_own(positions: Tensor | None, mask: Tensor | None) -> b
         return True
     expected = mask.long().cumsum(-1) - 1
     return bool(((positions != expected) & (mask != 0)).any())
-
-
-# --- how long its drafts may get --------------------------------------------------------------------------------------
-
-NAME = "num_assistant_tokens"
-REMEMBERED = "_eagle31_num_assistant_tokens"
-
-
-def remember_draft_tokens(
-    prepared: GenerationConfig, kwargs: Mapping[str, Any], given: GenerationConfig | None, defaults: GenerationConfig
-) -> None:
-    """Keep what a call asks for: in `prepared` an unset `num_assistant_tokens` is transformers' default.
-
-    Args:
-        prepared: what `generate` makes of the others.
-        kwargs: of the call, which come before `given`, its `generation_config`.
-        defaults: the model's own.
-    """
-    asked = kwargs.get(NAME)
-    for config in (given, defaults):
-        if asked is None and config is not None:
-            asked = getattr(config, REMEMBERED, getattr(config, NAME, None))
-    setattr(prepared, REMEMBERED, asked)
-
-
-def asked_tokens(generation_config: GenerationConfig) -> int | None:
-    """Draft tokens that a call asks for; `None`: as the drafter's settings say."""
-    return getattr(generation_config, REMEMBERED, getattr(generation_config, NAME, None))
 
 
 # --- what it returns --------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from ..drafter.session import DraftSession, positions_read_at_once
 from ..loop.pair import draft_shape
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
-from .call import asked_tokens
 
 
 class Eagle31CandidateGenerator(CandidateGenerator):
@@ -33,6 +32,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         generation_config: of the running `generate` call.
         logits_processor: as `generate` prepared them.
         stats: filled while the loop runs.
+        num_assistant_tokens: of each chain; default: as the drafter's settings say.
     """
 
     requires_model_outputs = True
@@ -44,11 +44,13 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList,
         stats: SpeculationStats,
+        num_assistant_tokens: int | None = None,
     ):
         self.drafter, self.binding, self.generation_config = drafter, drafter.binding, generation_config
         self.processing, self.stats = ScoreProcessing(logits_processor), stats
-        sampled, depth = bool(generation_config.do_sample), asked_tokens(generation_config)
-        self.shape = draft_shape(drafter, rows=1, sampled=sampled, depth=depth, by_graphs=False).as_chain()
+        sampled = bool(generation_config.do_sample)
+        shape = draft_shape(drafter, rows=1, sampled=sampled, depth=num_assistant_tokens, by_graphs=False)
+        self.shape = shape.as_chain()
         self._session: DraftSession | None = None
         self._drafted = 0
         self._forward_started = time.perf_counter()

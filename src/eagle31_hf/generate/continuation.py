@@ -20,18 +20,18 @@ from ..loop.survive import is_out_of_memory
 from ..targets.binding import TargetBinding, Verification
 from ..targets.prompt_forward import PromptForward, PromptOutput
 from ..targets.self_test import FAILURES, logits_error, probe_cache, probe_tokens, probe_tree, tolerance
-from .call import Call, beside_tokens, left_padding, prompt_forward
+from .call import Call, beside_tokens
 
 
 def why_not_continued(call: Call) -> str | None:
     """Why our rounds cannot go on from this prompt, `None` if they can; the first call of a kind finds it out."""
-    names = frozenset(beside_tokens(call))
-    if not names:
+    prompts, names = call.prompt_forward, frozenset(beside_tokens(call))
+    if prompts is None:
         return None
     known = call.drafter.binding.not_continued
     if names not in known:
         try:
-            known[names] = _try(call)
+            known[names] = _try(call, prompts)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -40,10 +40,8 @@ def why_not_continued(call: Call) -> str | None:
 
 
 @torch.no_grad()
-def _try(call: Call) -> str:
+def _try(call: Call, prompts: PromptForward) -> str:
     binding = call.drafter.binding
-    prompts = prompt_forward(call, left_padding(call.input_ids, call.attention_mask))
-    assert prompts is not None, "there is something beside tokens"
     with binding.masked_attention():
         read = prompts(binding)  # what it raises, plain generate does
         root = read.logits.argmax(-1)

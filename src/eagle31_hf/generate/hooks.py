@@ -1,10 +1,10 @@
 """How `model.generate(..., assistant_model=eagle)` reaches our loops.
 
-`generate` prepares processors, criteria, streamer and masks, then calls the class's `_assisted_decoding`. We wrap that
-method on `GenerationMixin`, and two it calls on the way: a drafter of ours is served here (`routes` says by which
-loop), any other assistant goes on to transformers. An assistant given by name, a folder or
-Hub id, is loaded first, once: transformers takes names in `pipeline` alone, and would read a drafter there as a small
-model of the target's family, with weights it makes up for those that are missing.
+`generate` with an assistant of ours is, for transformers, a call without one: it prepares processors, criteria,
+streamer, masks and cache as for any text, and then calls the class's `_sample`. There the text is written (`routes`
+says by which loop). Other assistants are left to transformers. An assistant given by name, a folder or Hub id, is
+loaded first, once: transformers takes names in `pipeline` alone, and would read a drafter there as a small model of the
+target's family, with weights it makes up for those that are missing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from transformers import GenerationConfig
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.pipelines import base as pipelines
 
@@ -29,16 +27,20 @@ from ..errors import UnsupportedGenerationError, first_line
 from ..memory.apply_plan import plan_mismatch_reason
 from ..memory.cards import advise_once
 from ..stats import SpeculationStats
-from .call import Call, remember_draft_tokens
+from .call import AssistedCall, Call
 from .own import LeftToPlain, write_own
 from .plain import write_plain
-from .routes import ASKED_FOR, Route, check_before_work, choose_route, not_served
+from .routes import ASKED_FOR, check_before_work, not_served, why_plain
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
 
-_default_call = threading.local()
-"""Of a call that an assistant was put into by default: `has_begun`, once something was written."""
+
+class _OfThread(threading.local):
+    call: AssistedCall | None = None
+
+
+_of_thread = _OfThread()
 
 KEPT_AT = "_eagle31_named_drafters"
 """Where a target keeps its drafters by name, so that they go when it goes. A copy of the target has none."""
@@ -49,123 +51,105 @@ _loading_one = threading.Lock()
 
 def install() -> None:
     """Wrap the methods of `GenerationMixin` through which an assistant model is served. Idempotent."""
-    if getattr(GenerationMixin._assisted_decoding, "_eagle31", False):
+    if hasattr(GenerationMixin.generate, "_eagle31"):
         return
-    GenerationMixin.generate = _defaulting(GenerationMixin.generate)  # type: ignore[method-assign]
-    GenerationMixin._assisted_decoding = _dispatching(GenerationMixin._assisted_decoding)  # type: ignore[method-assign]
-    GenerationMixin._prepare_generation_config = _preparing(GenerationMixin._prepare_generation_config)  # type: ignore[method-assign]
-    GenerationMixin._validate_generation_mode = _validating(GenerationMixin._validate_generation_mode)  # type: ignore[method-assign]
-    teach_pipelines()
+    GenerationMixin.generate = _assisting(GenerationMixin.generate)  # type: ignore[method-assign]
+    GenerationMixin._sample = _dispatching(GenerationMixin._sample)  # type: ignore[method-assign]
+    pipelines.load_assistant_model = _loading(pipelines.load_assistant_model)
 
 
-def _defaulting(stock: Callable) -> Callable:
-    """`generate` that is given the target's default assistant (`Assistant.use_by_default`) where it is given none."""
-    place = list(inspect.signature(stock).parameters).index("assistant_model")
+def _assisting(stock: Callable) -> Callable:
+    """`generate` that takes assistants of ours out of its arguments, and adds the target's default one."""
+    names = list(inspect.signature(stock).parameters)[1:]
 
     @functools.wraps(stock)
     def generate(self, *args, **kwargs):
-        assistant = vars(self).get(DEFAULT_AT, {}).get("assistant")
-        asks = functools.partial(_setting, model=self, args=args, kwargs=kwargs)
-        if assistant is None or len(args) > place or "assistant_model" in kwargs or any(map(asks, OTHER_DRAFTS)):
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        setting = functools.partial(_setting, self, arguments)
+        assistant, by_default = _assistant_of(self, arguments)
+        if assistant is None:
             return stock(self, *args, **kwargs)
-        if asks("num_beams") not in (None, 1):  # transformers would warn of an assistant that the call has not named
-            assistant.stats = SpeculationStats(loop="plain", reason="beam search takes no drafts")
-            return stock(self, *args, **kwargs)
-        outer, _default_call.has_begun = getattr(_default_call, "has_begun", None), False
+        arguments.pop("assistant_model", None)
+        call = AssistedCall(self, assistant, setting("num_assistant_tokens"), by_default)
+        outer, _of_thread.call = _of_thread.call, call
         try:
-            return stock(self, *args, **kwargs, assistant_model=assistant)
+            check_before_work(self, assistant, setting)
+            output = stock(self, **arguments)
+            if not call.has_begun:
+                kind = "beam search" if (setting("num_beams") or 1) > 1 else "this way to decode"
+                assistant.stats = SpeculationStats(loop="plain", reason=f"{kind} takes no drafts")
+            return output
         except Exception as error:
-            if _default_call.has_begun:
+            if call.has_begun or not by_default:
                 raise
             assistant.stats = SpeculationStats(loop="plain", reason=f"cannot be drafted for: {first_line(error)}")
         finally:
-            _default_call.has_begun = outer
-        return stock(self, *args, **kwargs)  # raises what is wrong without an assistant, too
+            _of_thread.call = outer
+        return stock(self, **arguments)  # raises what is wrong without an assistant, too
 
+    generate._eagle31 = True  # type: ignore[attr-defined]
     return generate
 
 
-def _setting(name: str, model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _assistant_of(model: Any, arguments: dict[str, Any]) -> tuple[Assistant | None, bool]:
+    """The assistant of ours that a call of `generate` is to draft by, and whether it has not named it."""
+    named = arguments.get("assistant_model")
+    if isinstance(named, (str, os.PathLike)):
+        return named_drafter(named, model), False
+    if isinstance(named, Assistant):
+        return named, False
+    default = vars(model).get(DEFAULT_AT, {}).get("assistant")
+    others = ("assistant_model" in arguments, *(_setting(model, arguments, name) for name in OTHER_DRAFTS))
+    return (None, False) if default is None or any(others) else (default, True)
+
+
+def _setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
     """What a call asks for by its arguments, its `generation_config` or the model's; `None` if by none of them."""
-    config = kwargs.get("generation_config") or next((arg for arg in args if isinstance(arg, GenerationConfig)), None)
-    settings = kwargs, {} if config is None else vars(config), vars(model.generation_config)
+    given = arguments.get("generation_config")
+    settings = arguments, {} if given is None else vars(given), vars(model.generation_config)
     return next((each[name] for each in settings if each.get(name) is not None), None)
 
 
 def _dispatching(stock: Callable) -> Callable:
+    """`_sample`, to which transformers hands greedy and drawn texts, that writes those we have an assistant for."""
+
     @functools.wraps(stock)  # `generate` reads the signature
-    def assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **given):
-        if isinstance(given.get("assistant_model"), Assistant):
-            return _serve(Call.read(self, input_ids, logits_processor, stopping_criteria, generation_config, given))
-        return stock(self, input_ids, logits_processor, stopping_criteria, generation_config, **given)
+    def sample(self, *args, **kwargs):
+        assisted = _of_thread.call
+        if assisted is None or assisted.has_begun or assisted.model is not self:
+            return stock(self, *args, **kwargs)
+        return _serve(assisted, Call.read(assisted, *args, **kwargs))
 
-    assisted_decoding._eagle31 = True  # type: ignore[attr-defined]
-    return assisted_decoding
-
-
-def _preparing(stock: Callable) -> Callable:
-    @functools.wraps(stock)
-    def prepare_generation_config(self, generation_config, *args, **kwargs):
-        prepared, others = stock(self, generation_config, *args, **kwargs)
-        remember_draft_tokens(prepared, kwargs, generation_config, self.generation_config)
-        return prepared, others
-
-    return prepare_generation_config
-
-
-def _validating(stock: Callable) -> Callable:
-    @functools.wraps(stock)
-    def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        load_named_assistant(self, generation_mode_kwargs)
-        drafter = generation_mode_kwargs.get("assistant_model")
-        if not isinstance(drafter, Assistant):
-            return stock(self, generation_mode, generation_config, generation_mode_kwargs)
-        check_before_work(self, drafter, generation_config)
-        if generation_mode != GenerationMode.ASSISTED_GENERATION:
-            mode = generation_mode.value.replace("_", " ")  # of beams, and others that are transformers' business
-            drafter.stats = SpeculationStats(loop="plain", reason=f"{mode} takes no drafts")
-        without = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
-        if generation_config.num_return_sequences not in (None, 1):
-            return None  # stock refuses this for assistants of its own; our loop serves it
-        if generation_mode == GenerationMode.ASSISTED_GENERATION and self._is_stateful:
-            generation_mode = GenerationMode.SAMPLE  # refused for assistants, too, and checked alike otherwise
-        return stock(self, generation_mode, generation_config, without)
-
-    return validate_generation_mode
+    return sample
 
 
 # --- serving ----------------------------------------------------------------------------------------------------------
 
 
-def _serve(call: Call) -> Any:
-    """Hand the call to the loop that serves it exactly.
-
-    An assistant by default insists on no loop: `generate` begun anew would stream the prompt a second time.
-    """
-    by_default = getattr(_default_call, "has_begun", None) is False
-    must_be_own = call.drafter.generation_config.speculation_loop == "own" and not by_default
-    route = choose_route(call, must_be_own=must_be_own)
-    stats = call.drafter.stats = SpeculationStats(loop=route.loop, reason=route.reason)
+def _serve(assisted: AssistedCall, call: Call) -> Any:
+    """Hand the call to the loop that serves it exactly."""
+    why = why_plain(call)
+    stats = call.drafter.stats = SpeculationStats(loop="plain" if why else "own", reason=why)
     advise_once(call.input_ids.device)
     _compare_with_plan(call, stats)
-    _log_once(route)
-    _default_call.has_begun = True
-    if route.loop == "own":
+    _say_plain(why)
+    assisted.has_begun = True
+    if not why:
         try:
             return write_own(call, stats)
         except LeftToPlain as left:
-            if must_be_own:
-                raise UnsupportedGenerationError(not_served(str(left))) from left
-            _log_once(Route("plain", str(left)))
-            fallbacks, call = stats.fallbacks, left.call
-            stats = call.drafter.stats = SpeculationStats(loop="plain", reason=str(left), fallbacks=fallbacks)
+            why = str(left)
+            if call.must_be_own:
+                raise UnsupportedGenerationError(not_served(why)) from left
+            _say_plain(why)
+            call = left.call
+            stats = call.drafter.stats = SpeculationStats(loop="plain", reason=why, fallbacks=stats.fallbacks)
     return write_plain(call, stats)
 
 
-def _log_once(route: Route) -> None:
-    if route.reason not in _logged | {"", ASKED_FOR}:
-        _logged.add(route.reason)
-        logger.warning("eagle31: using the %s loop: %s", route.loop, route.reason)
+def _say_plain(why: str) -> None:
+    if why not in ("", ASKED_FOR):
+        _say_once(why, f"using plain decoding: {why}")
 
 
 def _compare_with_plan(call: Call, stats: SpeculationStats) -> None:
@@ -175,36 +159,31 @@ def _compare_with_plan(call: Call, stats: SpeculationStats) -> None:
     why = "" if plan is None else plan_mismatch_reason(plan, rows=call.batch_size, length=length)
     if why:
         stats.fallbacks.append(why)
-        if why not in _logged:
-            _logged.add(why)
-            logger.warning("eagle31: %s; if memory runs out, graphs go first, and then drafts", why)
+        _say_once(why, f"{why}; if memory runs out, graphs go first, and then drafts")
+
+
+def _say_once(why: str, message: str) -> None:
+    if why not in _logged:
+        _logged.add(why)
+        logger.warning("eagle31: %s", message)
 
 
 # --- assistants given by name -----------------------------------------------------------------------------------------
 
 
-def load_named_assistant(model: Any, generation_mode_kwargs: dict[str, Any]) -> None:
-    """Put the drafter in the place of its name, where `generate` got one.
+def named_drafter(name: str | os.PathLike[str], model: Any) -> Eagle31Drafter:
+    """The drafter of that name, attached to `model`; loaded at the first call.
 
     Raises:
         UnsupportedGenerationError: another kind of model lies there.
         CheckpointError, IncompatibleTargetError: as `Eagle31Drafter.from_pretrained`.
     """
-    name = generation_mode_kwargs.get("assistant_model")
-    if not isinstance(name, (str, os.PathLike)):
-        return
+    key = os.fspath(name)
     if not holds_drafter(name):
         raise UnsupportedGenerationError(
-            f"assistant_model={os.fspath(name)!r} is a name, and what it names is no EAGLE-3 or EAGLE 3.1 drafter; to "
-            f"use another kind of assistant pass the model itself: AutoModelForCausalLM.from_pretrained("
-            f"{os.fspath(name)!r})"
+            f"assistant_model={key!r} is a name, and what it names is no EAGLE-3 or EAGLE 3.1 drafter; to use another "
+            f"kind of assistant pass the model itself: AutoModelForCausalLM.from_pretrained({key!r})"
         )
-    generation_mode_kwargs["assistant_model"] = drafter_called(name, model)
-
-
-def drafter_called(name: str | os.PathLike[str], model: Any) -> Eagle31Drafter:
-    """The drafter of that name, attached to `model`; loaded at the first call."""
-    key = os.fspath(name)
     with _loading_one:
         drafters: dict[str, Eagle31Drafter] = vars(model).setdefault(KEPT_AT, NotCopiedDict())
         if key not in drafters:
@@ -212,15 +191,12 @@ def drafter_called(name: str | os.PathLike[str], model: Any) -> Eagle31Drafter:
         return drafters[key]
 
 
-def teach_pipelines() -> None:
-    """Let `pipeline(..., assistant_model="name")` load a drafter as one."""
-    pipelines.load_assistant_model = _loading(pipelines.load_assistant_model)
-
-
 def _loading(stock: Callable) -> Callable:
+    """What `pipeline(..., assistant_model="name")` loads an assistant by, that loads a drafter as one."""
+
     def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any) -> tuple[Any, Any]:
         if isinstance(assistant_model, (str, os.PathLike)) and model.can_generate() and holds_drafter(assistant_model):
-            return drafter_called(assistant_model, model), None
+            return named_drafter(assistant_model, model), None
         return stock(model, assistant_model, assistant_tokenizer)
 
     return load_assistant_model

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from ..cache.stock import CACHE_ARGUMENT, held_length
+from ..cache.stock import CACHE_ARGUMENT
 from ..errors import UnsupportedGenerationError
 from ..loop.carried_cache import CacheResume, CarriedCache
 from ..loop.decoder import DecodingRequest, SpeculativeDecoder
-from ..loop.pair import Drafting, Pair
+from ..loop.pair import Drafting
 from ..loop.survive import RecoveringDecoder
 from ..loop.text import Sequences
 from ..sampling.callers_code import CallersCode, NotFollowedError
 from ..sampling.draw import NOT_PLAIN
 from ..stats import SpeculationStats
-from .call import Call, SpeculativeOutput, asked_tokens, left_padding, prompt_forward
+from .call import Call, SpeculativeOutput
 from .plain import asked_ahead, begun_again
 from .warm_up import warm_up_for
 
@@ -35,28 +35,22 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
 
     Raises:
         LeftToPlain: the caller's processors or criteria do what only plain decoding can follow.
-        UnsupportedGenerationError: prompts are not padded on the left, their mask is too short, or a carried cache
-            does not fit them.
+        UnsupportedGenerationError: a carried cache does not fit the prompts.
         OutOfMemoryError: memory ran out, and nothing is left to give up.
     """
-    if call.text_length < call.input_ids.shape[1]:
-        raise UnsupportedGenerationError(
-            f"the attention mask covers {call.text_length} tokens of prompts of {call.input_ids.shape[1]}; pass the "
-            "mask that the tokenizer made with them"
-        )
-    padding = left_padding(call.input_ids, call.attention_mask)
-    carried = _carried_cache(call, padding, stats)
-    if call.drafter.generation_config.acceleration == "compile":
-        stats.fall_back(warm_up_for(call))
-    if call.drafter.binding.has_states and (call.drafter.generation_config.asked_top_k or 1) > 1:
+    carried = _carried_cache(call, stats)
+    settings, binding = call.drafter.generation_config, call.drafter.binding
+    if settings.acceleration == "compile" and (why := warm_up_for(call)):
+        stats.fall_back(f"steps are not compiled: {why}")
+    if binding.has_states and (settings.asked_top_k or 1) > 1:
         stats.fall_back("trees are drafted as chains of their depth where layers of the target keep states")
-    drafts = drafting_of(call, stats.note_draft)
-    request = _request(call, drafts, padding, carried, stats)
+    drafts = call.drafting(stats.note_draft)
+    request = _request(call, drafts, carried, stats)
     if not any(drafts.why in why for why in stats.fallbacks):  # compiling just now may have said so
         stats.fall_back(drafts.why)
     decoder = SpeculativeDecoder(call.drafter, request)
     recovering = RecoveringDecoder(decoder)
-    with torch.no_grad(), call.drafter.binding.masked_attention(), decoder.borrowing():
+    with torch.no_grad(), binding.masked_attention(), decoder.borrowing():
         try:
             ids = recovering.run()
         except NotFollowedError as noticed:
@@ -80,22 +74,20 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     )
 
 
-def _request(
-    call: Call, drafts: Drafting, padding: list[int], carried: CarriedCache | None, stats: SpeculationStats
-) -> DecodingRequest:
+def _request(call: Call, drafts: Drafting, carried: CarriedCache | None, stats: SpeculationStats) -> DecodingRequest:
     config, start = call.generation_config, CacheResume() if carried is None else carried.start
     pad, prompts = getattr(config, "_pad_token_tensor", None), call.input_ids
     asks_caller = call.processing.in_order or call.rules.of_the_caller
     code = CallersCode(call.batch_size, prompts.shape[1], prompts.device) if asks_caller else None
-    stats.prefilled_tokens = sum(call.input_ids.shape[1] - pads - start.skip for pads in padding)
+    stats.prefilled_tokens = sum(prompts.shape[1] - pads - start.skip for pads in call.padding)
     return DecodingRequest(
-        sequences=Sequences(prompts, padding, call.rules, None if pad is None else int(pad), code),
+        sequences=Sequences(prompts, call.padding, call.rules, None if pad is None else int(pad), code),
         processing=call.processing,
         shape=drafts.shape,
         policy=drafts.planner,
         graphs=drafts.graphs,
-        prompts=prompt_forward(call, padding),
-        do_sample=bool(call.generation_config.do_sample),
+        prompts=call.prompt_forward,
+        do_sample=call.is_sampled,
         prefill_chunk=config.prefill_chunk_size or call.drafter.generation_config.prefill_chunk_size,
         on_tokens=None if call.streamer is None else _streaming(call.streamer),
         keep_scores=bool(config.return_dict_in_generate and config.output_scores),
@@ -107,27 +99,12 @@ def _request(
     )
 
 
-def drafting_of(call: Call, on_event: Callable[[str, str], None] | None = None) -> Drafting:
-    """What the call and the drafter's `generation_config` ask of drafts."""
-    return Pair.of(call.drafter).drafting(
-        rows=call.batch_size,
-        sampled=bool(call.generation_config.do_sample),
-        processing=call.processing,
-        new_tokens=call.rules.max_length - call.input_ids.shape[1],
-        depth=asked_tokens(call.generation_config),
-        on_event=on_event,
-    )
-
-
 def _streaming(streamer: Any) -> Callable[[int, list[int]], None]:
     # A 1-D block: stock streamers take it whole and count it right.
     return lambda _row, tokens: streamer.put(torch.tensor(tokens)) if tokens else None
 
 
-# --- the cache of the last turn ---------------------------------------------------------------------------------------
-
-
-def _carried_cache(call: Call, padding: list[int], stats: SpeculationStats) -> CarriedCache | None:
+def _carried_cache(call: Call, stats: SpeculationStats) -> CarriedCache | None:
     """What the cache brings from the last turn and takes to the next; `None` if the caller would not get it.
 
     Raises:
@@ -137,8 +114,8 @@ def _carried_cache(call: Call, padding: list[int], stats: SpeculationStats) -> C
     wanted = call.generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     if cache is None or not wanted or call.batch_size > 1:  # a batch with a cache of the user's is decoded plainly
         return None
-    is_padded = any(padding) or (mask is not None and not bool(mask.all()))
-    if held_length(cache) == 0:
+    is_padded = any(call.padding) or (mask is not None and not bool(mask.all()))
+    if not call.cached_length:
         return None if is_padded else CarriedCache(call.drafter, cache)
     if is_padded:
         raise UnsupportedGenerationError(
@@ -148,7 +125,7 @@ def _carried_cache(call: Call, padding: list[int], stats: SpeculationStats) -> C
         )
     carried = CarriedCache(call.drafter, cache)
     start = carried.open(call.input_ids, call.text_length)
-    again = held_length(cache) - start.skip - start.before_prompts
+    again = call.cached_length - start.skip - start.before_prompts
     if again > 0:
         stats.fallbacks.append(f"{again} tokens of the carried cache do not hold for this prompt")
     return carried

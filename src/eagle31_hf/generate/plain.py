@@ -28,8 +28,7 @@ def write_plain(call: Call, stats: SpeculationStats) -> Any:
         call.generation_config.prefill_chunk_size = None
     if call.cache is not None and call.text_length == call.input_ids.shape[1]:
         forget_other_text(call.cache, call.input_ids, call.drafter.binding.text_config)
-    rows_wait = any(hasattr(rule, "eos_token_id") for rule in call.stopping_criteria)  # as `_sample` has it
-    counting = CountingCriteria(call.stopping_criteria, rows_wait=rows_wait)
+    counting = CountingCriteria(call.stopping_criteria)
     output: Any = GenerationMixin._sample(
         call.model,
         call.input_ids,  # type: ignore[arg-type]
@@ -45,24 +44,20 @@ def write_plain(call: Call, stats: SpeculationStats) -> Any:
 
 
 class CountingCriteria(StoppingCriteriaList):
-    """The same criteria, which count what is written on the way: a row that waits, filled up with pads, gets nothing.
+    """The same criteria, which count new tokens on the way: a row that waits, filled up with pads, gets none."""
 
-    Args:
-        criteria: as the loop would ask them, once per token.
-        rows_wait: whether a row that has ended waits for the others; without an end-of-sequence token all write on.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, *, rows_wait: bool):
+    def __init__(self, criteria: StoppingCriteriaList):
         super().__init__(criteria)
-        self._rows_wait = rows_wait
-        self._ended: Tensor | None = None
-        self._new_tokens = torch.zeros((), dtype=torch.long)
+        # As `_sample` has it: rows wait for the others at an end-of-sequence token, and without one all write on.
+        self._rows_wait = any(hasattr(rule, "eos_token_id") for rule in criteria)
+        self._ended = torch.tensor(False)
+        self._new_tokens = torch.tensor(0)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """Which rows `(B,)` end with their last token."""
         ends: Tensor = super().__call__(input_ids, scores, **kwargs)  # type: ignore[arg-type]
-        ended = torch.zeros_like(ends) if self._ended is None else self._ended
-        waiting = ended if self._rows_wait else ended.all().expand_as(ended)
+        ended = self._ended.to(ends.device).expand_as(ends)
+        waiting = ended if self._rows_wait else ended.all().expand_as(ends)
         self._new_tokens = self._new_tokens.to(ends.device) + (~waiting).sum()
         self._ended = ended | ends
         return ends

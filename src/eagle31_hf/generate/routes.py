@@ -12,56 +12,40 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 from transformers.cache_utils import QuantizedCache
 
 from ..cache.grouped_attention import why_attention_is_unknown
-from ..cache.stock import held_length
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, IncompatibleTargetError, NotAttachedError, UnsupportedGenerationError
 from ..sampling.draw import why_noise_is_unknown
 from ..settings import require_count
-from .call import READ_WITH_THE_PROMPT, Call, beside_tokens, has_positions_of_its_own, left_padding
+from .call import READ_WITH_THE_PROMPT, Call, beside_tokens, has_positions_of_its_own
 from .continuation import why_not_continued
-from .own import drafting_of
-
-Loop = Literal["own", "plain"]
-# Why our loop must not have a call; `None` if it may.
-Objection = Callable[[Call], str | None]
 
 ASKED_FOR = "asked for"
 
 
-@dataclass(frozen=True)
-class Route:
-    """Which loop, and the `reason` it is not ours; empty if it is."""
-
-    loop: Loop
-    reason: str = ""
-
-
-def choose_route(call: Call, *, must_be_own: bool) -> Route:
-    """Our loop where it serves the call exactly, unless plain decoding was asked for.
+def why_plain(call: Call) -> str:
+    """Why plain decoding writes a text; empty where our loop serves the call exactly, unless it was not wanted.
 
     Raises:
-        UnsupportedGenerationError: it `must_be_own`, and our loop cannot serve the call exactly.
+        UnsupportedGenerationError: our loop was asked for by name, and cannot serve the call exactly.
     """
     settings = call.drafter.generation_config
     if settings.speculation_loop == "plain":
-        return Route("plain", ASKED_FOR)
+        return ASKED_FOR
     why = next((why for objection in AGAINST_OWN if (why := objection(call)) is not None), None)
     if why is None:
-        return Route("own")
-    if must_be_own:
+        return ""
+    if call.must_be_own:
         raise UnsupportedGenerationError(not_served(why))
-    unused = "" if settings.stored_cache_type == "full" else "; cache_type is not used there"
-    return Route("plain", why + unused)
+    return why if settings.stored_cache_type == "full" else f"{why}; cache_type is not used there"
 
 
 def not_served(why: str) -> str:
@@ -83,25 +67,43 @@ def _one_forward_per_token(call: Call) -> str | None:
     return "synced_gpus" if call.synced_gpus else None
 
 
-def _unknown_noise(call: Call) -> str | None:
-    return why_noise_is_unknown(call.input_ids.device) if call.generation_config.do_sample else None
-
-
-def _foreign_cache(call: Call) -> str | None:
-    """Caches that only the model's own forwards, one token at a time, may write."""
-    cache, implementation = call.cache, call.generation_config.cache_implementation
-    if cache is not None and type(cache) is not DynamicCache:
-        ours = " (eagle.generation_config.cache_type='int8' can)" if isinstance(cache, QuantizedCache) else ""
-        return f"a {type(cache).__name__} cannot be rolled back exactly when drafts are rejected{ours}"
-    if getattr(cache, "offloading", False):
-        return "an offloaded cache moves its layers around during the forward pass"
-    if implementation not in (None, "dynamic"):
-        return f"cache_implementation={implementation!r} cannot be rolled back exactly when drafts are rejected"
+def _inputs_of_one_forward_per_token(call: Call) -> str | None:
+    """Inputs that only one forward per token, prepared by the model, treats right."""
+    if has_positions_of_its_own(call.position_ids, call.attention_mask):
+        return "position_ids are not those of the text"
+    if not call.is_left_padded:
+        return (
+            "the attention mask has pads behind or between tokens (or a row without any token); pad prompts on the "
+            "left: tokenizer.padding_side = 'left'"
+        )
+    if call.text_length > call.input_ids.shape[1] and not call.cached_length:
+        return "the attention mask is longer than the prompts, and no cache holds what comes before them"
+    if "prepare_inputs_for_generation" in vars(call.model):  # PEFT's prefix and prompt tuning
+        return "the model's inputs are prepared by an adapter (prompt or prefix tuning)"
+    if call.batch_size > 1 and _has_adapters_by_row(call.model):
+        return "adapter_names gives each row of the batch its adapter"
     return None
 
 
-def _attention_of_its_own(call: Call) -> str | None:
-    return why_attention_is_unknown(call.drafter.binding.model)
+def _has_adapters_by_row(model: Any) -> bool:
+    """PEFT names them in pre-hooks that are planted for the call."""
+    return any(
+        isinstance(hook, functools.partial) and "adapter_names" in hook.keywords
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+    )
+
+
+def _what_the_target_cannot(call: Call) -> str | None:
+    binding = call.drafter.binding
+    if why := why_attention_is_unknown(binding.model):
+        return why
+    if why := _rotations_that_change(call):
+        return why
+    if binding.most_positions is not None and call.longest_text > binding.most_positions:
+        return f"the text may come to {call.longest_text} tokens, and the target has {binding.most_positions} positions"
+    unrecorded = "" if binding.mixers is None else binding.mixers.unrecorded
+    return binding.tree_unsupported_reason or unrecorded or None
 
 
 def _rotations_that_change(call: Call) -> str | None:
@@ -116,31 +118,59 @@ def _rotations_that_change(call: Call) -> str | None:
     if call.may_rotate_otherwise:
         return f"the text may come to {call.longest_text} tokens, and {behind}, so that it must be read token by token"
     is_eager = binding.head_device.type == "cpu" and settings.acceleration != "compile"
-    depth = 0 if is_eager and call.batch_size == 1 else drafting_of(call).shape.depth
+    depth = 0 if is_eager and call.batch_size == 1 else call.drafting().shape.depth
     if call.longest_text + depth <= limit:
         return None
     return f"drafts of {depth} tokens may pass the text's end, and {behind}"
 
 
-def _more_positions_than_there_are(call: Call) -> str | None:
-    most = call.drafter.binding.most_positions
-    if most is None or call.longest_text <= most:
-        return None
-    return f"the text may come to {call.longest_text} tokens, and the target has {most} positions"
+def _what_is_drawn(call: Call) -> str | None:
+    return why_noise_is_unknown(call.input_ids.device) if call.is_sampled else None
 
 
-def _target_without_trees(call: Call) -> str | None:
-    binding = call.drafter.binding
-    unrecorded = "" if binding.mixers is None else binding.mixers.unrecorded
-    return binding.tree_unsupported_reason or unrecorded or None
+def _foreign_cache(call: Call) -> str | None:
+    """Caches that only the model's own forwards, one token at a time, may write."""
+    cache, implementation = call.cache, call.generation_config.cache_implementation
+    if cache is not None and type(cache) is not DynamicCache:
+        ours = " (eagle.generation_config.cache_type='int8' can)" if isinstance(cache, QuantizedCache) else ""
+        return f"a {type(cache).__name__} cannot be rolled back exactly when drafts are rejected{ours}"
+    if getattr(cache, "offloading", False):
+        return "an offloaded cache moves its layers around during the forward pass"
+    if implementation not in (None, "dynamic"):
+        return f"cache_implementation={implementation!r} cannot be rolled back exactly when drafts are rejected"
+    if call.batch_size > 1 and getattr(cache, "_is_user_defined", False):
+        return "a cache is carried for one row at a time, and this one is a batch's"
+    return None
 
 
 def _a_chunk_of_one_token(call: Call) -> str | None:
     """Plain decoding reads it by the target's code for one token, which may leave another state."""
-    chunk, cached = call.generation_config.prefill_chunk_size, 0 if call.cache is None else held_length(call.cache)
-    if chunk is None or not call.drafter.binding.has_states or (call.text_length - cached - 1) % chunk:
+    chunk = call.generation_config.prefill_chunk_size
+    if chunk is None or not call.drafter.binding.has_states or (call.text_length - call.cached_length - 1) % chunk:
         return None
     return f"prefill_chunk_size={chunk} leaves a single token for a last chunk, and layers of the target keep states"
+
+
+def _inputs_we_know_nothing_of(call: Call) -> str | None:
+    """Inputs that our loop would not hand on."""
+    given = beside_tokens(call)
+    if others := [name for name in given if name not in {*READ_WITH_THE_PROMPT, "position_ids"}]:
+        return f"the model is given {', '.join(others)}, which our loop does not hand on"
+    if given and call.cached_length:
+        return f"the model is given {', '.join(given)} behind a cache that holds text already"
+    if given and call.generation_config.prefill_chunk_size is not None:
+        return f"the model is given {', '.join(given)}, which our loop does not read in chunks"
+    if call.cached_length and _has_placeholders(call):
+        return "the prompt's pictures are in the cache that was passed, and our loop might have to read them again"
+    return None
+
+
+def _has_placeholders(call: Call) -> bool:
+    """Whether the prompts hold tokens that stand for pictures, films or sounds."""
+    config = call.model.config
+    names = [f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")]
+    ids = {token for name in names if isinstance(token := getattr(config, name, None), int)}
+    return bool(ids) and bool(torch.isin(call.input_ids, call.input_ids.new_tensor(sorted(ids))).any())
 
 
 def _what_sees_a_batch_as_one(call: Call) -> str | None:
@@ -159,121 +189,56 @@ def _what_sees_a_batch_as_one(call: Call) -> str | None:
     return None
 
 
-def _inputs_we_know_nothing_of(call: Call) -> str | None:
-    """Inputs that our loop would not hand on."""
-    given = beside_tokens(call)
-    if others := [name for name in given if name not in {*READ_WITH_THE_PROMPT, "position_ids"}]:
-        return f"the model is given {', '.join(others)}, which our loop does not hand on"
-    cached = 0 if call.cache is None else held_length(call.cache)
-    if given and cached:
-        return f"the model is given {', '.join(given)} behind a cache that holds text already"
-    if given and call.generation_config.prefill_chunk_size is not None:
-        return f"the model is given {', '.join(given)}, which our loop does not read in chunks"
-    if cached and _has_placeholders(call):
-        return "the prompt's pictures are in the cache that was passed, and our loop might have to read them again"
-    return None
-
-
-def _inputs_of_one_forward_per_token(call: Call) -> str | None:
-    """Inputs that only one forward per token, prepared by the model, treats right."""
-    if why := _why_not_padded_left(call):
-        return why
-    if has_positions_of_its_own(call.position_ids, call.attention_mask):
-        return "position_ids are not those of the text"
-    if call.text_length > call.input_ids.shape[1] and (call.cache is None or held_length(call.cache) == 0):
-        return "the attention mask is longer than the prompts, and no cache holds what comes before them"
-    if "prepare_inputs_for_generation" in vars(call.model):  # PEFT's prefix and prompt tuning
-        return "the model's inputs are prepared by an adapter (prompt or prefix tuning)"
-    if call.batch_size > 1 and _has_adapters_by_row(call.model):
-        return "adapter_names gives each row of the batch its adapter"
-    return None
-
-
-def _why_not_padded_left(call: Call) -> str | None:
-    """Pads where only the model's own forwards, token by token, treat them as plain `generate` does.
-
-    A mask that is too short no loop can read: our own says so.
-    """
-    if call.text_length < call.input_ids.shape[1]:
-        return None
-    try:
-        left_padding(call.input_ids, call.attention_mask)
-    except UnsupportedGenerationError as error:
-        return str(error)
-    return None
-
-
-def _has_placeholders(call: Call) -> bool:
-    """Whether the prompts hold tokens that stand for pictures, films or sounds."""
-    config = call.model.config
-    names = [f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")]
-    ids = {token for name in names if isinstance(token := getattr(config, name, None), int)}
-    return bool(ids) and bool(torch.isin(call.input_ids, call.input_ids.new_tensor(sorted(ids))).any())
-
-
-def _has_adapters_by_row(model: Any) -> bool:
-    """PEFT names them in pre-hooks that are planted for the call."""
-    return any(
-        isinstance(hook, functools.partial) and "adapter_names" in hook.keywords
-        for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
-    )
-
-
-def _cache_of_a_batch(call: Call) -> str | None:
-    if call.batch_size == 1 or not getattr(call.cache, "_is_user_defined", False):
-        return None
-    return "a cache is carried for one row at a time, and this one is a batch's"
-
-
-AGAINST_OWN: tuple[Objection, ...] = (
+AGAINST_OWN: tuple[Callable[[Call], str | None], ...] = (
     _one_forward_per_token,
-    _unknown_noise,
+    _what_is_drawn,
     _inputs_of_one_forward_per_token,
-    _attention_of_its_own,
-    _rotations_that_change,
-    _more_positions_than_there_are,
-    _target_without_trees,
+    _what_the_target_cannot,
     _foreign_cache,
     _a_chunk_of_one_token,
     _inputs_we_know_nothing_of,
     _what_sees_a_batch_as_one,
-    _cache_of_a_batch,
     why_not_continued,
 )
+"""Why our loop must not have a call, `None` if it may; the first one is the reason that is given."""
 
 
 # --- refused before anything is computed ------------------------------------------------------------------------------
 
 
-def check_before_work(model: Any, drafter: Assistant, config: GenerationConfig) -> None:
+def check_before_work(model: Any, drafter: Assistant, setting: Callable[[str], Any]) -> None:
     """Refuse a `generate` call of `model` by what is known before its inputs are looked at.
+
+    Args:
+        setting: what the call asks for by this name.
 
     Raises:
         NotAttachedError, IncompatibleTargetError: the drafter is not this model's.
         ConfigurationError: a setting makes no sense.
         UnsupportedGenerationError: a way to generate that drafts cannot follow exactly.
     """
-    _check_attached(model, drafter)
+    if drafter.binding.model is not model:
+        raise NotAttachedError(
+            f"the drafter is attached to another {type(drafter.binding.model).__name__} than the one that generates; "
+            "call eagle.attach(model) with this model"
+        )
     _check_is_still_the_target(drafter)
-    _check_settings(drafter, config)
-    if getattr(config, "assistant_ensemble_weight", None) is not None:
+    drafter.generation_config.check()
+    if isinstance(drafter, Eagle31Drafter):
+        _check_width(drafter)
+    else:
+        _check_without_drafter(drafter)
+    for name in ("prefill_chunk_size", "num_assistant_tokens"):
+        if (value := setting(name)) is not None:
+            require_count(name, value)
+    if setting("assistant_ensemble_weight") is not None:
         raise UnsupportedGenerationError(
             "assistant_ensemble_weight trades exactness for speed, and this drafter's output is exact; unset it"
         )
-    if getattr(config, "dola_layers", None) is not None:
+    if setting("dola_layers") is not None:
         raise UnsupportedGenerationError(
             "dola_layers decides by the target's early layers, which drafts are not verified against; leave "
             "dola_layers out, or assistant_model"
-        )
-
-
-def _check_attached(model: Any, drafter: Assistant) -> None:
-    binding = drafter.binding
-    if binding.model is not model:
-        raise NotAttachedError(
-            f"the drafter is attached to another {type(binding.model).__name__} than the one that generates; call "
-            "eagle.attach(model) with this model"
         )
 
 
@@ -287,28 +252,17 @@ def _check_is_still_the_target(drafter: Assistant) -> None:
         drafter.attach(binding.model)  # adapters of single tokens (PEFT) were put around them
         return
     if is_replaced or sizes != binding.sizes_attached:
+        of_drafter = f", drafter {drafter.config.vocab_size}" if isinstance(drafter, Eagle31Drafter) else ""
         raise IncompatibleTargetError(
             "the target's vocabulary was resized or its head replaced after the drafter was attached (vocabulary "
-            f"{sizes.configured}, embedding {sizes.embedded} rows{_drafters_vocabulary(drafter)}); call "
-            "eagle.attach(model) again, which says whether the drafter still fits"
+            f"{sizes.configured}, embedding {sizes.embedded} rows{of_drafter}); call eagle.attach(model) again, which "
+            "says whether the drafter still fits"
         )
     binding.compute_dtype = binding.model.dtype  # model.double() and the like
 
 
 def _is_around(outer: Any, inner: Any) -> bool:
     return isinstance(outer, nn.Module) and any(module is inner for module in outer.modules())
-
-
-def _check_settings(drafter: Assistant, config: GenerationConfig) -> None:
-    """The drafter's, and what of them the call itself asks for."""
-    drafter.generation_config.check()
-    if isinstance(drafter, Eagle31Drafter):
-        _check_width(drafter)
-    else:
-        _check_without_drafter(drafter)
-    for name in ("prefill_chunk_size", "num_assistant_tokens"):
-        if (value := getattr(config, name, None)) is not None:
-            require_count(name, value)
 
 
 def _check_width(drafter: Eagle31Drafter) -> None:
@@ -334,7 +288,3 @@ def _check_without_drafter(assistant: Assistant) -> None:
             f"got {', '.join(asked)}, but there is no drafter: what the text repeats is drafted as chains, of up to "
             "num_assistant_tokens; leave it out, or attach a drafter"
         )
-
-
-def _drafters_vocabulary(drafter: Assistant) -> str:
-    return f", drafter {drafter.config.vocab_size}" if isinstance(drafter, Eagle31Drafter) else ""

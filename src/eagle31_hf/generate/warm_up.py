@@ -23,7 +23,7 @@ from ..loop.kept_graphs import compile_ahead, why_unsuited
 from ..loop.pair import Pair, draft_shape
 from ..loop.text import Sequences, StopRules
 from ..sampling.logits_processing import ScoreProcessing, processing_of
-from .call import Call, asked_tokens
+from .call import Call
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def warm_up(
     model: Any = drafter.binding.model
     config = how.get("generation_config", model.generation_config)
     sampled = bool(how.get("do_sample", config.do_sample))
-    depth = how.get("num_assistant_tokens") or asked_tokens(config)
+    depth = how.get("num_assistant_tokens") or config.num_assistant_tokens
     shape = draft_shape(drafter, rows=1, sampled=sampled, depth=depth, by_graphs=True)
     return compile_graphs(
         drafter, shape, processing_of(model, **how), sampled=sampled, tokens=tokens, on_compile=on_compile
@@ -70,12 +70,27 @@ def compile_graphs(
     on_compile: Callable[[GraphKey], None],
 ) -> list[GraphKey]:
     """The same for drafts of this shape and texts of this `processing`, whose tokens are drawn or not."""
+    pair, binding = Pair.of(drafter), drafter.binding
 
     def meet_graphs(graphs: Graphs) -> None:
         for length in prompt_lengths(tokens):
-            _write(drafter, length, shape, processing, graphs, sampled=sampled)
+            ids = (torch.arange(length)[None] * 7 % binding.text_config.vocab_size).to(binding.input_device)
+            policy = EachKindOfRound(drafter, shape)
+            request = DecodingRequest(
+                sequences=Sequences(ids, [0], StopRules(max_length=length + NEW_TOKENS), None),
+                processing=processing,
+                shape=shape,
+                policy=policy,
+                do_sample=sampled,
+                graphs=graphs,
+            )
+            with torch.no_grad(), binding.masked_attention():
+                decoder = SpeculativeDecoder(drafter, request)
+                decoder.prefill()
+                for _ in policy.plans:
+                    if decoder.rows:
+                        decoder.step()
 
-    pair = Pair.of(drafter)
     with torch.random.fork_rng(devices=[]):
         made = compile_ahead(pair, meet_graphs, on_compile)
     pair.costs.clear()  # beside compilers, and by eager code
@@ -91,40 +106,18 @@ def prompt_lengths(tokens: int) -> list[int]:
     return lengths
 
 
-def _write(
-    drafter: Assistant, length: int, shape: DraftShape, processing: ScoreProcessing, graphs: Graphs, *, sampled: bool
-) -> None:
-    """A few rounds of each kind, which draft nothing, what the drafter drafts, and what was there already."""
-    binding = drafter.binding
-    looked_up = DraftPlan(DraftShape(shape.nodes - 1), tokens=((0,) * (shape.nodes - 1),)) if shape.depth else REST
-    drafted = DraftPlan(shape) if isinstance(drafter, Eagle31Drafter) else looked_up
-    plans = REST, looked_up, drafted, drafted, looked_up, drafted, REST, drafted
-    ids = (torch.arange(length)[None] * 7 % binding.text_config.vocab_size).to(binding.input_device)
-    request = DecodingRequest(
-        sequences=Sequences(ids, [0], StopRules(max_length=length + NEW_TOKENS), None),
-        processing=processing,
-        shape=shape,
-        policy=InTurn(*plans),
-        do_sample=sampled,
-        graphs=graphs,
-    )
-    with torch.no_grad(), binding.masked_attention():
-        decoder = SpeculativeDecoder(drafter, request)
-        decoder.prefill()
-        for _ in plans:
-            if decoder.rows:
-                decoder.step()
+class EachKindOfRound:
+    """A policy of a few rounds which draft nothing, what the drafter drafts, and what was there already, in turn."""
 
-
-class InTurn:
-    """A policy of these plans, one after the other and again from the first."""
-
-    def __init__(self, *plans: DraftPlan):
-        self._plans, self._rounds = plans, 0
+    def __init__(self, drafter: Assistant, shape: DraftShape):
+        looked_up = DraftPlan(DraftShape(shape.nodes - 1), tokens=((0,) * (shape.nodes - 1),)) if shape.depth else REST
+        drafted = DraftPlan(shape) if isinstance(drafter, Eagle31Drafter) else looked_up
+        self.plans = REST, looked_up, drafted, drafted, looked_up, drafted, REST, drafted
+        self._rounds = 0
 
     def next_draft(self, *_state: Any) -> DraftPlan:
         """The next one."""
-        return self._plans[self._rounds % len(self._plans)]
+        return self.plans[self._rounds % len(self.plans)]
 
     def record(self, *_round: Any) -> None:
         """Counts, and learns nothing."""
@@ -143,16 +136,17 @@ def warm_up_for(call: Call) -> str:
     """On a CPU, what `warm_up` does, before the first text that needs it.
 
     Returns:
-        Why the text is eager all the same; empty if it is not.
+        Why steps are not compiled all the same; empty if they are.
     """
-    drafter, processing, sampled = call.drafter, call.processing, bool(call.generation_config.do_sample)
+    drafter, processing, sampled = call.drafter, call.processing, call.is_sampled
     if drafter.binding.head_device.type in CAPTURES:
         return ""
-    pair, depth = Pair.of(drafter), asked_tokens(call.generation_config)
-    shape = draft_shape(drafter, rows=call.batch_size, sampled=sampled, depth=depth, by_graphs=True)
-    single = "" if call.batch_size == 1 else "graphs for a CPU serve single rows"
-    if why := why_unsuited(pair, shape, processing) or single:
-        return f"steps are not compiled: {why}"
+    pair = Pair.of(drafter)
+    shape = draft_shape(drafter, rows=call.batch_size, sampled=sampled, depth=call.draft_tokens, by_graphs=True)
+    if why := why_unsuited(pair, shape, processing):
+        return why
+    if call.batch_size > 1:
+        return "graphs for a CPU serve single rows"
     sampling, bucket = (sampled, processing.draft_warping.key), graph_sizes.slot_bucket(call.longest_text)
     wanted, compiled = (torch.get_num_threads(), shape, sampling, bucket), list[GraphKey]()
 
@@ -168,12 +162,12 @@ def warm_up_for(call: Call) -> str:
         settings = {known for _, _, known, _ in warmed}
         if sampling not in settings and len(settings) >= MOST_COMPILED_SETTINGS:
             return (
-                f"steps are not compiled: texts have waited for graphs of {len(settings)} ways to choose tokens, and "
-                "this one's is another; `eagle31 warmup` makes graphs for it"
+                f"texts have waited for graphs of {len(settings)} ways to choose tokens, and this one's is another; "
+                "`eagle31 warmup` makes graphs for it"
             )
         try:
             compile_graphs(drafter, shape, processing, sampled=sampled, tokens=call.longest_text, on_compile=note)
         except ConfigurationError as refused:
-            return f"steps are not compiled: {refused}"
+            return str(refused)
         pair.current_graphs().warmed[wanted] = len(compiled)
     return ""
