@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from kept_pairs import GREEDY, assert_plain, keep_graphs, kinds, settle
+from kept_pairs import assert_plain, keep_graphs, kinds, settle
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -24,6 +24,7 @@ from eagle31_hf.graphs.ahead import kept as kept_folder
 from families import RECURRENT_FAMILIES, recurrent_target
 from helpers import (
     CONFIGS,
+    GREEDY,
     GROUPED,
     assert_same_text,
     left_padded,
@@ -69,13 +70,10 @@ def tuned(model: Any, config: Any, name: str = "default") -> Any:
         return peft.get_peft_model(model, config, adapter_name=name).eval()
 
 
-SHORT: dict[str, Any] = {**GREEDY, "max_new_tokens": 12, "pad_token_id": 0}
-
-
 def assert_tuned(model: Any, inputs: dict[str, Any], drafter: Eagle31Drafter, **how: Any) -> Tensor:
     for shape in ({}, TREE):
         settings = shape | {"num_assistant_tokens": 4}
-        text = assert_same_text(model, drafter, inputs, oracle=0, settings=settings, **SHORT, **how)
+        text = assert_same_text(model, drafter, inputs, oracle=0, settings=settings, **how)
     return text
 
 
@@ -102,15 +100,15 @@ def test_two_adapters_by_row(target: Any, drafter: Eagle31Drafter) -> None:
     inputs: dict[str, Any] = left_padded(random_prompts(3, seed=4))
     by_row = inputs | {"adapter_names": ["first", "second", "__base__"]}
     plain = assert_tuned(model, by_row, drafter, loop="plain", why="adapter_names")
-    assert not torch.equal(plain, model.generate(**inputs, **SHORT)), "or nothing is tested"
-    assert_same_text(model, drafter, by_row, loop="plain", eos_token_id=int(plain[0, -8]), **SHORT)
+    assert not torch.equal(plain, model.generate(**inputs, **GREEDY)), "or nothing is tested"
+    assert_same_text(model, drafter, by_row, loop="plain", eos_token_id=int(plain[0, -8]))
 
 
 @pytest.mark.parametrize("kind", ["prefix", "prompt"])
 def test_learned_prompts(target: Any, drafter: Eagle31Drafter, kind: str) -> None:
     config = {"prefix": peft.PrefixTuningConfig, "prompt": peft.PromptTuningConfig}[kind]
     inputs = left_padded(random_prompts(1, seed=4))
-    bare = target.generate(**inputs, **SHORT)
+    bare = target.generate(**inputs, **GREEDY)
     model = tuned(target, config(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with torch.no_grad():
         for parameter in model.prompt_encoder.parameters():
@@ -129,7 +127,7 @@ def test_adapters_within_layers_that_keep_states(family: str) -> None:
     model = recurrent_target(family)
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
     inputs = left_padded(random_prompts(1, seed=4))
-    model.generate(**inputs, **SHORT, assistant_model=drafter)  # what is projected last is seen while it runs
+    model.generate(**inputs, **GREEDY, assistant_model=drafter)  # what is projected last is seen while it runs
     config = peft.LoraConfig(
         r=4, lora_alpha=64, init_lora_weights=False, target_modules="all-linear",
         exclude_modules=["out_proj"] if family in WITHOUT_OUT_PROJ else None,
@@ -148,7 +146,7 @@ def test_tokens_of_an_adapter_of_their_own(target: Any, drafter: Eagle31Drafter)
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5, 6])
     model = peft.get_peft_model(target, config).eval()
     for _ in range(2):
-        assert_same_text(model, drafter, left_padded([[5, 6, 7, 8, 9]]), **SHORT)
+        assert_same_text(model, drafter, left_padded([[5, 6, 7, 8, 9]]))
 
 
 # --- graphs that were made before -------------------------------------------------------------------------------------
@@ -156,26 +154,6 @@ def test_tokens_of_an_adapter_of_their_own(target: Any, drafter: Eagle31Drafter)
 
 def lora_layers(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)]
-
-
-def disable(model: Any) -> None:
-    model.base_model.disable_adapter_layers()
-
-
-def choose_the_other(model: Any) -> None:
-    model.set_adapter("B")
-
-
-def choose_both(model: Any) -> None:
-    model.base_model.set_adapter(["A", "B"])
-
-
-def scale(model: Any) -> None:
-    lora_layers(model)[2].scale_layer(2.0)
-
-
-def set_scale(model: Any) -> None:
-    lora_layers(model)[0].set_scale("A", 3.0)
 
 
 def rescale(model: Any) -> None:
@@ -188,21 +166,17 @@ def weigh(model: Any) -> None:
     model.set_adapter("C")
 
 
-def merge(model: Any) -> None:
-    model.merge_adapter(["A"])
-
-
-def delete(model: Any) -> None:
-    model.delete_adapter("A")
-
-
-def train(model: Any) -> None:
-    model.train()
-
-
-CHANGES: dict[str, Callable[[Any], None]] = {
-    change.__name__: change
-    for change in (disable, choose_the_other, choose_both, scale, set_scale, rescale, weigh, merge, delete, train)
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "disable": lambda model: model.base_model.disable_adapter_layers(),
+    "choose the other": lambda model: model.set_adapter("B"),
+    "choose both": lambda model: model.base_model.set_adapter(["A", "B"]),
+    "scale": lambda model: lora_layers(model)[2].scale_layer(2.0),
+    "set a scale": lambda model: lora_layers(model)[0].set_scale("A", 3.0),
+    "rescale": rescale,
+    "weigh": weigh,
+    "merge": lambda model: model.merge_adapter(["A"]),
+    "delete": lambda model: model.delete_adapter("A"),
+    "train": lambda model: model.train(),
 }
 
 
@@ -224,7 +198,7 @@ def kept_for_the_first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with graphs of the pair while its first adapter is at work."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("kept") / "cache"
-        return keep_graphs(folder, patch, lambda: adapted_pair()[1], [GREEDY])
+        return keep_graphs(folder, patch, lambda: adapted_pair()[1], [{"do_sample": False}])
 
 
 @pytest.fixture

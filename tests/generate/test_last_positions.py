@@ -16,7 +16,6 @@ from helpers import (
 )
 from matrix import pairwise
 
-TO_THE_END = {"max_new_tokens": LAST - 9, "pad_token_id": 0}
 SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"draft_top_k": 2, "draft_tree_size": 12}}
 
 
@@ -34,7 +33,9 @@ def test_a_text_may_reach_the_last_position(family: str, rows: int, shape: str, 
     inputs = left_padded([list(range(5 + row, 14 + row)) for row in range(rows)])
     settings = {"num_assistant_tokens": 6, **SHAPES[shape]}
     for oracle in range(3):
-        assert_same_text(model, drafter, inputs, oracle=oracle, settings=settings, do_sample=do_sample, **TO_THE_END)
+        assert_same_text(
+            model, drafter, inputs, oracle=oracle, settings=settings, do_sample=do_sample, max_new_tokens=LAST - 9
+        )
         assert drafter.stats.reason == ""
 
 
@@ -46,16 +47,16 @@ def test_graphs_keep_to_it_too(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     for rows in (1, 3):
         inputs = left_padded([list(range(5 + row, 14 + row)) for row in range(rows)])
         settings = {"num_assistant_tokens": 6, "acceleration": "compile", "num_assistant_tokens_schedule": "planned"}
-        assert_same_text(model, drafter, inputs, oracle=1, settings=settings, do_sample=False, **TO_THE_END)
+        assert_same_text(model, drafter, inputs, oracle=1, settings=settings, max_new_tokens=LAST - 9)
         assert drafter.stats.fallbacks == []
 
 
 def test_what_may_pass_it_is_left_to_plain_decoding() -> None:
     """It raises where the text gets there, and writes where the text ends before."""
     model, drafter = pair("gpt2")
-    inputs, how = left_padded([list(range(5, 14))]), {"do_sample": False, "pad_token_id": 0}
-    free = model.generate(**inputs, max_new_tokens=LAST - 9, **how)[0].tolist()
+    inputs = left_padded([list(range(5, 14))])
+    free = model.generate(**inputs, do_sample=False, max_new_tokens=LAST - 9)[0].tolist()
     with pytest.raises(IndexError):
-        model.generate(**inputs, assistant_model=drafter, max_new_tokens=60, **how)
+        model.generate(**inputs, assistant_model=drafter, do_sample=False, max_new_tokens=60)
     assert "the target has 40 positions" in drafter.stats.reason
-    assert_same_text(model, drafter, inputs, loop="plain", eos_token_id=free[-2], max_new_tokens=60, **how)
+    assert_same_text(model, drafter, inputs, loop="plain", eos_token_id=free[-2], max_new_tokens=60)

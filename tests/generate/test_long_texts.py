@@ -75,7 +75,7 @@ def test_on_both_sides_of_it_the_text_is_plain(kind: str) -> None:
     for length, new, chunk in [(8, 32, None), (30, 10, 4), (30, 24, None), (60, 12, 16), *[(8, 60, None)] * depends]:
         crosses = depends and length + new > LIMIT
         loop, why = ("plain", "rotates all positions in another way") if crosses else ("own", "")
-        how: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "prefill_chunk_size": chunk}
+        how: dict[str, Any] = {"max_new_tokens": new, "prefill_chunk_size": chunk}
         assert_same_text(model, drafter, prompts(length), loop=loop, why=why, fresh=read_a_short_text, **how)
 
 
@@ -110,7 +110,7 @@ def test_rows_of_a_batch_keep_away_from_it() -> None:
     model = target("longrope")
     drafter = random_drafter(model, aux_layers=[1, 2, 3])
     for new, loop in ((20, "own"), (30, "plain"), (60, "plain")):
-        assert_same_text(model, drafter, prompts(10, rows=3), loop=loop, do_sample=False, max_new_tokens=new)
+        assert_same_text(model, drafter, prompts(10, rows=3), loop=loop, max_new_tokens=new)
 
 
 def test_served_texts_stay_below_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eagle31_hf.stats import LastStats, SpeculationStats
 from helpers import (
+    GREEDY,
     Shown,
     assert_same_text,
     configured,
@@ -27,7 +28,6 @@ from helpers import (
 
 THREADS = 8
 TREE: dict[str, Any] = {"draft_top_k": 2, "draft_tree_size": 11}
-GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 
 
 class OnPurpose(Exception):
@@ -35,7 +35,7 @@ class OnPurpose(Exception):
 
 
 def write(inputs: dict[str, Tensor], length: int, **kwargs: Any) -> Any:
-    return target_of("llama").generate(**inputs, max_new_tokens=length, **GREEDY, **kwargs)
+    return target_of("llama").generate(**inputs, **{**GREEDY, "max_new_tokens": length}, **kwargs)
 
 
 def tasks(count: int, largest_batch: int) -> list[tuple[dict[str, Tensor], int]]:
@@ -105,8 +105,7 @@ def test_plain_calls_beside_ours_do_not_disturb_the_drafts() -> None:
         beside = pool.submit(keep_generating)
         for seed in range(6):
             inputs, settings = left_padded(random_prompts(1)), {"num_assistant_tokens": 4}
-            how: dict[str, Any] = {"oracle": seed, "settings": settings, "max_new_tokens": 24, **GREEDY}
-            assert_same_text(target_of("llama"), drafter_of("llama"), inputs, **how)
+            assert_same_text(target_of("llama"), drafter_of("llama"), inputs, oracle=seed, settings=settings)
         done.set()
         assert beside.result() > 0
 
@@ -132,5 +131,5 @@ def test_a_copied_drafter_leaves_the_target_behind() -> None:
     for twin in (copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
         assert not twin.is_attached
         twin.attach(target_of("llama"))
-        assert_same_text(target_of("llama"), twin, left_padded(random_prompts(1)), max_new_tokens=8, **GREEDY)
+        assert_same_text(target_of("llama"), twin, left_padded(random_prompts(1)))
         twin.detach()

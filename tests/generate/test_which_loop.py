@@ -17,6 +17,7 @@ from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationErro
 from eagle31_hf.generate import hooks
 from helpers import (
     CONFIGS,
+    GREEDY,
     SIZES,
     assert_same_text,
     configured,
@@ -29,8 +30,6 @@ from helpers import (
     seeded,
     target_of,
 )
-
-SHORT: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 
 
 def drafter_for(config: Any, **fields: Any) -> Eagle31Drafter:
@@ -86,7 +85,7 @@ def test_plain_decoding_says_why_and_our_loop_asked_for_by_name_refuses(
 ) -> None:
     rows, kwargs, word = NOT_OURS[case]
     drafter, inputs = drafter_for(CONFIGS["llama"]()), left_padded(prompts_for("llama", rows))
-    model, how = drafter.binding.model, SHORT | {"max_new_tokens": 8} | kwargs
+    model, how = drafter.binding.model, GREEDY | {"max_new_tokens": 8} | kwargs
     hooks._logged.clear()
     with caplog.at_level(logging.WARNING, logger="eagle31_hf.generate.hooks"):
         for _ in range(2):
@@ -104,9 +103,9 @@ def test_plain_decoding_says_why_and_our_loop_asked_for_by_name_refuses(
 
 
 def test_what_was_asked_for_and_caches_and_beams_of_transformers() -> None:
-    target, drafter, plain = target_of("llama"), drafter_of("llama"), {"inputs": one(), "loop": "plain", **SHORT}
+    target, drafter, plain = target_of("llama"), drafter_of("llama"), {"inputs": one(), "loop": "plain"}
     assert_same_text(target, drafter, why="asked for", settings={"speculation_loop": "plain"}, **plain)
-    assert_same_text(target, drafter, one(), **SHORT)
+    assert_same_text(target, drafter, one())
     assert_same_text(target, drafter, why="beam search", num_beams=3, **plain)
     assert drafter.stats.rounds == 0, "not those of the call before"
 
@@ -121,14 +120,14 @@ def test_a_target_without_trees_is_decoded_plainly() -> None:
     drafter.binding.tree_unsupported_reason = "the target failed the tree self-test (tried in a test)"
     for rows in (1, 3):
         inputs = left_padded(prompts_for("llama", rows))
-        assert_same_text(drafter.binding.model, drafter, inputs, loop="plain", why="tree self-test", **SHORT)
+        assert_same_text(drafter.binding.model, drafter, inputs, loop="plain", why="tree self-test")
 
 
 @pytest.mark.contract
 def test_prompt_that_ends_with_end_of_sequence() -> None:
     inputs = one()
     last = int(inputs["input_ids"][0, -1])
-    text = assert_same_text(target_of("llama"), drafter_of("llama"), inputs, eos_token_id=last, **SHORT)
+    text = assert_same_text(target_of("llama"), drafter_of("llama"), inputs, eos_token_id=last)
     assert text.shape[1] > inputs["input_ids"].shape[1]
 
 
@@ -146,7 +145,7 @@ def test_masks_of_another_length_than_the_prompt() -> None:
     inputs, drafter, why = one(), drafter_of("llama"), "mask is longer"
     mask = inputs["attention_mask"]
     for wide in (torch.cat((mask, mask), 1), torch.cat((0 * mask, mask), 1)):
-        assert_same_text(target_of("llama"), drafter, inputs | {"attention_mask": wide}, loop="plain", why=why, **SHORT)
+        assert_same_text(target_of("llama"), drafter, inputs | {"attention_mask": wide}, loop="plain", why=why)
     for short in (mask[:, 2:], torch.cat((0 * mask[:, :1], mask[:, 3:]), 1)):
         with pytest.raises(UnsupportedGenerationError, match="attention mask covers"):
             greedy("llama", inputs | {"attention_mask": short}, assistant_model=drafter)
@@ -160,7 +159,7 @@ def test_rows_that_are_not_padded_on_the_left_are_decoded_plainly(masked: Any) -
     mask = torch.ones_like(ids)
     mask[masked] = 0
     inputs, why = {"input_ids": ids, "attention_mask": mask}, "pads behind or between tokens"
-    assert_same_text(target_of("llama"), drafter_of("llama"), inputs, loop="plain", why=why, **SHORT)
+    assert_same_text(target_of("llama"), drafter_of("llama"), inputs, loop="plain", why=why)
 
 
 POSITIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -176,8 +175,8 @@ def test_positions_of_ones_own_are_plains(given: str) -> None:
     model, drafter, inputs = target_of("llama"), drafter_of("llama"), left_padded(random_prompts(1, seed=3))
     straight = torch.arange(inputs["input_ids"].shape[1])[None]
     others = inputs | {"position_ids": POSITIONS[given](straight)}
-    assert_same_text(model, drafter, others, loop="plain", why="position_ids", **SHORT)
-    assert_same_text(model, drafter, inputs | {"position_ids": straight}, **SHORT)
+    assert_same_text(model, drafter, others, loop="plain", why="position_ids")
+    assert_same_text(model, drafter, inputs | {"position_ids": straight})
 
 
 def test_an_invented_keyword_gets_plains_answer() -> None:
@@ -198,7 +197,7 @@ def test_a_target_of_another_precision_than_when_attached(before: str, after: st
     model = random_target(CONFIGS["llama"](), seed=6).to(getattr(torch, before))
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
     model.to(getattr(torch, after))
-    assert_same_text(model, drafter, left_padded(random_prompts(3, seed=2)), settings=tree, **SHORT)
+    assert_same_text(model, drafter, left_padded(random_prompts(3, seed=2)), settings=tree)
 
 
 @pytest.mark.parametrize("size", [120, 60])
@@ -207,7 +206,7 @@ def test_a_vocabulary_resized_after_attaching_is_named(size: int) -> None:
     model = drafter.binding.model
     model.resize_token_embeddings(size, mean_resizing=False)
     with pytest.raises(IncompatibleTargetError, match="attach"):
-        model.generate(**left_padded(random_prompts(1, vocabulary=50)), **SHORT, assistant_model=drafter)
+        model.generate(**left_padded(random_prompts(1, vocabulary=50)), **GREEDY, assistant_model=drafter)
 
 
 @pytest.mark.skipif(not hasattr(hf, "DeepseekV32Config"), reason="of newer versions of transformers")
@@ -220,7 +219,7 @@ def test_layers_that_keep_more_than_keys_and_values_are_decoded_plainly() -> Non
         qk_rope_head_dim=4, v_head_dim=8, index_topk=6, index_n_heads=2, index_head_dim=8,
     )  # fmt: skip
     drafter, inputs = drafter_for(config, aux_layers=[1, 2, 4]), left_padded(random_prompts(1))
-    assert_same_text(drafter.binding.model, drafter, inputs, loop="plain", why="layers of kind", **SHORT)
+    assert_same_text(drafter.binding.model, drafter, inputs, loop="plain", why="layers of kind")
 
 
 def test_a_target_that_wants_a_mask_for_each_row() -> None:
@@ -231,4 +230,4 @@ def test_a_target_that_wants_a_mask_for_each_row() -> None:
     )  # fmt: skip
     drafter = drafter_for(config, aux_layers=[1, 2, 3])
     for prompts in (random_prompts(1), random_prompts(3), random_prompts(1) * 3):
-        assert_same_text(drafter.binding.model, drafter, left_padded(prompts), **SHORT)
+        assert_same_text(drafter.binding.model, drafter, left_padded(prompts))
