@@ -44,14 +44,9 @@ FORMS = {
     ),
     "OpenOrca": ({"system_prompt": PIRATE["content"], "question": "Hi", "response": "Arr"}, [PIRATE, *SAID]),
     "Dolly": ({"instruction": "Who?", "context": "By Anna.", "response": "Anna"}, turns("By Anna.\n\nWho?", "Anna")),
-    "question with context": (
-        {"question": "Who?", "context": "By Anna.", "answer": "Anna"},
-        turns("By Anna.\n\nWho?", "Anna"),
-    ),
     "input and output": ({"input": "Hi", "output": "Arr"}, SAID),
     "user and assistant": ({"user": "Hi", "assistant": "Arr"}, SAID),
     "ShareGPT with system": ({"system": PIRATE["content"], "conversations": SHARE}, [PIRATE, *SAID]),
-    "messages with system": ({"system": PIRATE["content"], "messages": SAID}, [PIRATE, *SAID]),
     "the same system twice": ({"system": PIRATE["content"], "messages": [PIRATE, *SAID]}, [PIRATE, *SAID]),
     "an empty system": ({"system": "", "messages": SAID}, SAID),
     "ShareGPT by other names": (

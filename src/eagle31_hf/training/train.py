@@ -138,7 +138,8 @@ class Run:
         settings = self.settings
         if settings.resume and self.changed:
             say(self.console, f"changed   {self.changed}")
-        if earlier := self._finished(settings.max_steps):
+        steps = self._known_steps()
+        if earlier := self._finished(steps):
             return earlier
         drafter = make_drafter(settings, self.target)  # before hours of writing: what does not fit shall not cost that
         documents, prompts = self.read_texts()
@@ -146,9 +147,10 @@ class Run:
         if settings.drafter is None:
             set_vocabulary(drafter, self.target, build_vocabulary(counts, settings.draft_vocab_size))
         dataset = PackedDocuments(documents, settings.max_length, seed=settings.seed)
-        steps = self._steps_by_settings(len(dataset))
-        if earlier := self._finished(steps):
-            return earlier
+        if steps is None and settings.minutes is None:
+            steps = max(1, math.floor(settings.epochs * len(dataset) / self._rows_per_step))
+            if earlier := self._finished(steps):
+                return earlier
         if settings.stage == "2":
             require_stage_two(self.target, documents, settings.temperature)
         model = OBJECTIVES[settings.stage](
@@ -299,15 +301,11 @@ class Run:
         )
         return self._with_steps(plan, self._steps_in_time(plan) if steps is None else steps)
 
-    def _steps_by_settings(self, rows: int) -> int | None:
-        """Steps over so many rows that are known before one is timed: a resumed run keeps what it began with, since its
-        learning rate decays over so many. `None`: as many as there is time for."""
-        settings = self.settings
-        if settings.minutes is None:
-            epochs = math.floor(settings.epochs * rows / self._rows_per_step)
-            return settings.max_steps or max(1, epochs)
-        if self.checkpoint is None:
-            return None
+    def _known_steps(self) -> int | None:
+        """Steps that are known before texts are read: by the settings or, since the learning rate decays over them, by
+        the run in so many minutes that is resumed."""
+        if self.settings.minutes is None or self.checkpoint is None:
+            return self.settings.max_steps
         return json.loads((self.checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
 
     @property
