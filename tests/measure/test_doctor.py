@@ -11,10 +11,11 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor
+from torch.nn import functional as F
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
-from eagle31_hf.drafter.replay import TargetText, read_text
+from eagle31_hf.drafter.replay import TargetText, drafts_along, read_text
 from eagle31_hf.measure import doctor, drift
 from eagle31_hf.measure.bench import Bench
 from eagle31_hf.measure.doctor import CONVERSATIONS as OF_MANY_KINDS
@@ -145,72 +146,32 @@ def test_replay_accepts_what_generate_accepts(
             assert 0 <= generated - seen <= DEPTH
 
 
-def test_drift_is_counted_as_by_hand() -> None:
-    """One start of a toy pair, its attention worked out from the weights alone."""
-    target = random_target(CONFIGS["llama"]())
-    drafter = random_drafter(target, aux_layers=[1, 2, 4], norm_output=False)
-    with seeded(3):
-        ids = torch.randint(3, target.config.vocab_size, (14,))
+def test_drift_is_where_the_drafter_looks() -> None:
+    """Of a toy pair, by what torch's attention makes of a one for each key."""
+    drafter = random_drafter(random_target(CONFIGS["llama"]()), aux_layers=[1, 2, 4], norm_output=False)
+    ids = torch.randint(3, 90, (14,), generator=torch.Generator().manual_seed(3))
     text = read_text(drafter.binding, ids, 6, drafter.binding.aux_layers)
-    cache = ObservedCache(text.starts(3))
+    starts, length, looked = text.starts(3), len(ids) - 1, []
+
+    class Watched(ObservedCache):
+        def see(self, query: Tensor, key: Tensor, attention_mask: Any, layer_idx: int) -> None:
+            ones = torch.eye(key.shape[2]).expand(1, key.shape[1], -1, -1)
+            weights = F.scaled_dot_product_attention(query, key, ones, attn_mask=attention_mask, enable_gqa=True)
+            looked.append(weights.mean(1)[0])  # (T or S, N)
+            super().see(query, key, attention_mask, layer_idx)
+
+    cache = Watched(starts)
     seen = replay(drafter, text, depth=3, cache=cache)
-    assert seen.accepted.shape == (len(text.starts(3)),)
-    start = int(text.starts(3)[1])
-    shares, norms, log_probs = _by_hand(drafter, text, start, depth=3)
-    torch.testing.assert_close(cache.shares()[1], shares[:, [0, 2]], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(seen.log_probs[1], log_probs, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(seen.feedback_norm[1], norms, atol=1e-4, rtol=1e-4)
+    looked[0] = looked[0][starts]
+    shares = [torch.stack((each[:, :SINK_TOKENS].sum(1), each[:, length:].sum(1)), -1) for each in looked]
+    torch.testing.assert_close(cache.shares(), torch.stack(shares, 1))
+    drafts = list(drafts_along(drafter, text, starts, 3))
+    torch.testing.assert_close(seen.feedback_norm, torch.stack([each.feedback.norm(dim=-1) for each in drafts], 1))
+    wanted = [each.logits.log_softmax(-1)[range(len(starts)), each.truth] for each in drafts]
+    torch.testing.assert_close(seen.log_probs, torch.stack(wanted, 1))
     curve = curve_of([seen], [cache.shares()], form="EAGLE-3", condition="toy")
-    assert curve.starts == len(seen.accepted)
+    assert (curve.starts, curve.own[0], curve.feedback_norm[0]) == (len(starts), 0.0, 1.0)
     assert all(0 < sink + own < 1 for sink, own in zip(curve.sink, curve.own, strict=True))
-    assert curve.own[0] == 0.0
-    assert curve.feedback_norm[0] == 1.0
-
-
-@torch.no_grad()
-def _by_hand(drafter: Eagle31Drafter, text: TargetText, start: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Shares `(K, 3)`, norms and log-probabilities `(K,)` of one draft, position by position, head by head."""
-    config, layer = drafter.config, drafter.layers[0]
-    heads, kv, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-
-    def step(token: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        embedding = drafter.embed(torch.tensor([[token]]))[0, 0]
-        joined = torch.cat((layer.input_layernorm(embedding), layer.hidden_norm(hidden)))
-        rows = layer.self_attn.qkv_proj(joined).view(-1, size)
-        cos, sin = (table[0, 0] for table in drafter.rotary(torch.tensor([[position]])))
-
-        def rotate(row: Tensor) -> Tensor:
-            half = size // 2
-            return row * cos + torch.cat((-row[half:], row[:half])) * sin
-
-        query = [rotate(row) for row in rows[:heads]]
-        keys.append(torch.stack([rotate(row) for row in rows[heads : heads + kv]]))
-        values.append(rows[heads + kv :])
-        weights, out = [], []
-        for head in range(heads):
-            group = head // (heads // kv)
-            scores = torch.stack([query[head] @ key[group] for key in keys]) / math.sqrt(size)
-            weights.append(scores.softmax(0))
-            out.append(sum(w * value[group] for w, value in zip(weights[-1], values, strict=True)))
-        hidden = hidden + layer.self_attn.o_proj(torch.cat(out))
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return torch.stack(weights).mean(0), drafter.norm(hidden), hidden
-
-    aux = torch.cat([text.states[index] for index in drafter.binding.aux_layers], dim=-1)
-    for position in range(start + 1):
-        fused = drafter.fuse_aux(aux[position][None, None])[0, 0]
-        weights, normed, feedback = step(int(text.ids[position + 1]), fused, position)
-    shares, norms, log_probs = [], [], []
-    for level in range(depth):
-        own = weights[start + 1 :].sum()
-        sink = weights[:SINK_TOKENS].sum()
-        shares.append(torch.stack((sink, 1 - sink - own, own)))
-        norms.append(feedback.norm())
-        log_probs.append(drafter.draft_logits(normed[None])[0].log_softmax(-1)[text.ids[start + 2 + level]])
-        weights, normed, feedback = step(int(text.ids[start + 2 + level]), feedback, start + 1 + level)
-    return torch.stack(shares), torch.stack(norms), torch.stack(log_probs)
 
 
 # --- planted faults ---------------------------------------------------------------------------------------------------
