@@ -22,7 +22,6 @@ from ..checkpoints.card import carry_records, sglang_command, vllm_command
 from ..checkpoints.hub import target_class
 from ..checkpoints.layouts import parts_to_copy, written_layout
 from ..config import MtpConfig
-from ..drafter.drafter import copy_from_target
 from ..errors import CheckpointNotFoundError, ConfigurationError
 from .options import command, make_console, option
 
@@ -53,6 +52,8 @@ def convert(
     if target is not None:
         checkpoint.metadata[TARGET_MODEL] = describe_target(target)
         if parts := parts_to_copy(layout, checkpoint.config):
+            from ..drafter.drafter import copy_from_target  # a slow import, needed here alone
+
             model = target_class(AutoConfig.from_pretrained(target)).from_pretrained(target, dtype="auto")
             checkpoint = copy_from_target(checkpoint, model, parts)
     _ask_before_overwriting(destination, force)

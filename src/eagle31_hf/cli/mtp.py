@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 from ..checkpoints import holds_checkpoint, read_checkpoint, require_head, write_checkpoint
 from ..checkpoints.graft import graft_head
 from ..drafter.draft_rows import with_draft_rows, with_rows
-from ..drafter.loading import require_tokenizer
 from ..errors import ConfigurationError, count
 from ..texts.conversations import read_conversations
 from ..training.data import build_vocabulary, coverage
@@ -82,6 +81,8 @@ def mtp(
 
 def _counted(base: str, sources: list[str], vocab_size: int) -> torch.Tensor:
     """How often the answers in these conversations have each id, `(vocab_size,)`."""
+    from ..drafter.loading import require_tokenizer  # which takes most of a second to import
+
     require_tokenizer(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
     counts = torch.zeros(vocab_size, dtype=torch.long)
