@@ -157,15 +157,8 @@ def test_names_that_are_no_folders():
 # --- the index --------------------------------------------------------------------------------------------------------
 
 NO_NAMES = [
-    3,
-    None,
-    ["a.safetensors"],
-    "s" * 5000 + ".safetensors",
-    "a\0.safetensors",
-    "..",
-    "../x.safetensors",
-    "w.bin",
-]
+    3, None, ["a.safetensors"], "s" * 5000 + ".safetensors", "a\0.safetensors", "..", "../x.safetensors", "w.bin",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shard", NO_NAMES)

@@ -50,17 +50,10 @@ WHOLE_MODEL = random_tensors({f"model.layers.{n}.{name}": s for n in (0, 1) for 
         ({"architectures": ["DFlashDraftModel"]}, layout("layers.0"), "DFlash"),
         ({"target_layer_ids": [1, 9, 17]}, block_diffusion("norm"), "DFlash"),
         ({}, block_diffusion("hidden_norm"), "DFlash"),
-        (
-            {},
-            layout("layers.0") | {"layers.0.pre_feedforward_layernorm.weight": torch.ones(8)},
-            "Gemma's decoder layer",
-        ),
+        ({}, layout("layers.0") | {"layers.0.pre_feedforward_layernorm.weight": torch.ones(8)}, "Gemma's decoder"),
         ({}, layout("layers.0") | {"layers.0.self_attn.g_proj.weight": torch.ones(8, 8)}, "an output gate"),
-        (
-            {"architectures": ["BertModel"]},
-            {"embeddings.weight": torch.ones(8, 8)},
-            r"no drafter that is known here \(its tensors: embeddings.weight; its architecture: BertModel\)",
-        ),
+        ({"architectures": ["BertModel"]}, {"embeddings.weight": torch.ones(8, 8)},
+         r"no drafter that is known here \(its tensors: embeddings.weight; its architecture: BertModel\)"),
         ({"architectures": ["DeepSeekMTPModel"]}, layout("layers.0"), "multi-token-prediction"),
         ({}, {"model.layers.61.eh_proj.weight": torch.ones(8, 16)}, "multi-token-prediction"),
         ({"parallel_drafting": True}, layout("layers.0"), "P-EAGLE.*in one pass from mask tokens.*serve it with vLLM"),
@@ -75,7 +68,7 @@ WHOLE_MODEL = random_tensors({f"model.layers.{n}.{name}": s for n in (0, 1) for 
         (QUANTISED, in_8_bits("midlayer.mlp.up_proj.weight", torch.float8_e4m3fn), "quantised"),
         (QUANTISED, layout("midlayer") | {"midlayer.mlp.up_proj.weight_scale": torch.ones(12)}, "quantised"),
     ],
-)
+)  # fmt: skip
 def test_other_methods_are_called_by_name(tmp_path, config, tensors, message):
     with pytest.raises(CheckpointFormatError, match=message):
         read_checkpoint(save(tmp_path, PLAIN | config, tensors))

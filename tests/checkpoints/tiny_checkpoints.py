@@ -15,29 +15,17 @@ from eagle31_hf.errors import CheckpointFormatError
 
 # One tiny drafter, spelled out: H = Ht = 8, 2 query heads and 1 key head of width 6, MLP 12, V = 20, Vd = 5, A = 3.
 LAYER_0 = {
-    "hidden_norm.weight": (8,),
-    "input_layernorm.weight": (8,),
-    "post_attention_layernorm.weight": (8,),
-    "self_attn.q_proj.weight": (12, 16),
-    "self_attn.k_proj.weight": (6, 16),
-    "self_attn.v_proj.weight": (6, 16),
+    "hidden_norm.weight": (8,), "input_layernorm.weight": (8,), "post_attention_layernorm.weight": (8,),
+    "self_attn.q_proj.weight": (12, 16), "self_attn.k_proj.weight": (6, 16), "self_attn.v_proj.weight": (6, 16),
     "self_attn.o_proj.weight": (8, 12),
-    "mlp.gate_proj.weight": (12, 8),
-    "mlp.up_proj.weight": (12, 8),
-    "mlp.down_proj.weight": (8, 12),
-}
+    "mlp.gate_proj.weight": (12, 8), "mlp.up_proj.weight": (12, 8), "mlp.down_proj.weight": (8, 12),
+}  # fmt: skip
 KEPT_IDS = torch.tensor([0, 1, 5, 6, 19])
 D2T = torch.tensor([0, 0, 3, 3, 15])
 LLAMA = {
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 6,
-    "vocab_size": 20,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 2048,
-}
+    "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 6,
+    "vocab_size": 20, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048,
+}  # fmt: skip
 
 
 def t2d() -> torch.Tensor:
@@ -69,14 +57,8 @@ def save(folder: Path, config: dict, tensors: dict, file: str = "model.safetenso
     return folder
 
 
-SAFEAILAB = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "draft_vocab_size": 5, **LLAMA}
-PLAIN = SAFEAILAB | {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "num_hidden_layers": 1,
-    "num_aux_hidden_states": 3,
-    "tie_word_embeddings": False,
-}
 SPECFORGE = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": 5, **LLAMA}
+PLAIN = SPECFORGE | {"num_hidden_layers": 1, "num_aux_hidden_states": 3, "tie_word_embeddings": False}
 
 
 def speculators_config(model_type: str = "llama", **top) -> dict:
@@ -113,6 +95,7 @@ def latent_layout() -> dict[str, torch.Tensor]:
 
 
 BASE = {**LLAMA, "draft_vocab_size": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 64}
 VARIANTS = {
     "eagle3": {},
     "eagle31": {"aux_norm": "per_slot", "norm_output": True},
@@ -132,14 +115,7 @@ VARIANTS = {
     "fc_bias": {"fc_bias": True},
     "latent": LATENT,
     "four_aux_states": {"num_aux_hidden_states": 4, "aux_layers": [2, 9, 18, 33]},
-    "yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 5e5,
-            "factor": 32.0,
-            "original_max_position_embeddings": 64,
-        }
-    },
+    "yarn": {"rope_parameters": YARN},
 }
 REFUSES = {
     "mla": {*VARIANTS} - {"latent"},
