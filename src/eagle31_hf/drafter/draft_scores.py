@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import first_line, is_callers
-from ..sampling.logits_processing import DraftWarping, ScoreProcessing
+from ..sampling.logits_processing import ScoreProcessing
 from .drafter import Eagle31Drafter
 from .propose import DraftScores
 
@@ -21,22 +21,18 @@ def draft_scores(
     processing: ScoreProcessing,
     prefix: Callable[[int, Tensor], Tensor],
     rows: Sequence[int],
-    *,
-    do_sample: bool,
-) -> DraftScores | DraftWarping | None:
-    """Draft logits to processed scores, step by step; `None` where logits decide as they are.
+) -> DraftScores | None:
+    """Draft logits to processed scores, step by step; `None` where logits decide as they are: no processor changes
+    their order, or some are never shown drafts.
 
     Args:
         drafter: attached.
         processing: the target's processors.
         prefix: token ids `(1, t)` of the `b`-th row with its drafts `(n,)` behind them.
         rows: the row of the whole batch each row is.
-        do_sample: tokens are drawn; for an arg-max, scores that keep their order are as good as processed ones.
     """
-    if processing.is_empty or processing.in_order:  # those are never shown drafts
+    if processing.fits_draft_vocabulary or processing.in_order:
         return None
-    if processing.fits_draft_vocabulary:
-        return processing.draft_warping if do_sample else None
 
     def scores(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
         taken = _by_row(drafted, logits)

@@ -109,7 +109,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         depth = min(self.shape.depth, self.generation_config.max_length - input_ids.shape[1] - 1)
         if depth < 1 or bool(session.root.logits.isnan().any()):
             return input_ids.new_empty(0)
-        choice = DraftChoice(draft_scores(self.drafter, self.processing, prefix, [0], do_sample=False))
+        choice = DraftChoice(draft_scores(self.drafter, self.processing, prefix, [0]))
         return self._up_to_end(propose_chain(session, input_ids[:, -1], self.shape.cut_to(depth), choice).tokens[0, 1:])
 
     def _up_to_end(self, tokens: Tensor) -> Tensor:

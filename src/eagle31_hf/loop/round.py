@@ -277,7 +277,7 @@ def _draft_choice(batch: RoundBatch, drafter: Eagle31Drafter, depth: int) -> Dra
     def prefix(b: int, drafted: Tensor) -> Tensor:
         return batch.sequences.prefix(batch.rows[b], drafted)
 
-    return DraftChoice(draft_scores(drafter, rule.processing, prefix, batch.rows, do_sample=rule.draws), noise)
+    return DraftChoice(draft_scores(drafter, rule.processing, prefix, batch.rows), noise)
 
 
 def _scores_by_row(batch: RoundBatch, drafter: Eagle31Drafter) -> DraftScores | None:
