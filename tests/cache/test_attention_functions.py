@@ -97,9 +97,7 @@ def test_transformers_own_attention_makes_way(registries: None) -> None:
     target = random_target(CONFIGS["llama"]())
     register("somebody/flash-kernel", partial(flash_attention_forward, implementation="x"), sdpa_mask)
     register("somebody/sparse-kernel", mock.Mock(), sdpa_mask)
-    counts_bytes = "eagle31_fused"  # of memory plans: computes nothing
-    both = ALL_ATTENTION_FUNCTIONS.keys() & ALL_MASK_ATTENTION_FUNCTIONS.keys()
-    own = sorted(both - {counts_bytes})
+    own = sorted(ALL_ATTENTION_FUNCTIONS.keys() & ALL_MASK_ATTENTION_FUNCTIONS.keys())
     assert {"sdpa", "flash_attention_2", "flex_attention"} <= set(own)
     for name in ["eager", *own]:
         target.config._attn_implementation_internal = name

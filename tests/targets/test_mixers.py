@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.errors import IncompatibleTargetError
 from eagle31_hf.targets import kernel_tape
+from eagle31_hf.targets.binding import Verification
 from eagle31_hf.targets.mixers import find_mixers
+from eagle31_hf.targets.self_test import probe_cache, read_prompts
 from families import recurrent_target
 from helpers import assert_same_text, configured, oracle_drafts, random_drafter
 
@@ -87,24 +90,15 @@ def test_a_copy_is_a_target_of_its_own(target: Any) -> None:
 
 
 @torch.no_grad()
-def read_prompts(drafter: Any, lengths: list[int]) -> SpeculativeCache:
-    binding = drafter.binding
-    cache = SpeculativeCache.from_config(
-        binding.text_config, batch_size=len(lengths), capacity=64, block=32, masks_by_type=binding.masks_by_type
-    )
-    ids = torch.arange(3, 3 + max(lengths)).expand(len(lengths), -1)
-    cache.place(max(lengths), counts=lengths)
-    binding.forward(ids, cache.position_ids(), cache.attention_mask(dtype=binding.compute_dtype), cache)
-    cache.commit(lengths)
+def read_prompt(drafter: Any) -> SpeculativeCache:
+    cache = probe_cache(drafter.binding, rows=1, length=IDS.shape[1])
+    read_prompts(drafter.binding, cache, IDS, None)
     return cache
 
 
 @torch.no_grad()
-def verify(drafter: Any, cache: SpeculativeCache, count: int) -> Tensor:
-    binding, tokens = drafter.binding, torch.arange(40, 40 + count).expand(cache.batch_size, -1)
-    cache.place(count, is_draft=True)
-    mask = cache.attention_mask(dtype=binding.compute_dtype)
-    return binding.forward(tokens, cache.position_ids(), mask, cache).logits
+def verify(drafter: Any, cache: SpeculativeCache) -> None:
+    Verification(drafter.binding, cache)(DraftTree.chain(torch.arange(40, 44)[None]))
 
 
 def test_a_mixer_that_was_replaced_is_an_error_that_names_the_layer() -> None:
@@ -115,9 +109,9 @@ def test_a_mixer_that_was_replaced_is_an_error_that_names_the_layer() -> None:
     with pytest.raises(IncompatibleTargetError, match=r"layer 0 of the target .* attach the drafter again"):
         greedy(target, IDS, assistant_model=drafter)
     vars(mixer)["forward"] = wrapped
-    cache = read_prompts(drafter, [6])
+    cache = read_prompt(drafter)
     vars(mixer)["forward"] = lambda hidden_states, **_: hidden_states  # whole layers, as some hubs' kernels do
-    verify(drafter, cache, 2)
+    verify(drafter, cache)
     with pytest.raises(IncompatibleTargetError, match="layer 0 of the target"):
         cache.commit([1])
 
@@ -182,11 +176,11 @@ def test_a_kernel_that_goes_past_the_tape_is_plain_decoding(family: str) -> None
     """Replaced before the call; one that is replaced within it raises."""
     target = recurrent_target(family)
     drafter = attached(target)
-    cache = read_prompts(drafter, [9])
+    cache = read_prompt(drafter)
     with going_past(family):
         assert_same_text(target, drafter, IDS, loop="plain", **GREEDY)
         with pytest.raises(IncompatibleTargetError, match="code that cannot be recorded"):
-            verify(drafter, cache, 5)
+            verify(drafter, cache)
     assert "code that cannot be recorded" in drafter.stats.reason
     assert_same_text(target, drafter, IDS, **GREEDY)
 

@@ -13,7 +13,6 @@ from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationErro
 from eagle31_hf.measure.doctor import preflight
 from eagle31_hf.measure.readings import Subject
 from eagle31_hf.serving.engine import EngineSettings, within_what_the_target_can
-from families import TEXT_FAMILIES
 from helpers import (
     GROUPED,
     SIZES,
@@ -51,12 +50,6 @@ def test_a_target_that_cannot_verify_drafts_is_decoded_plainly(kind: str) -> Non
     assert "tree self-test" in eagle.stats.reason
     found = {finding.check: finding for finding in preflight(Subject(eagle, demo_tokenizer(), ()))}
     assert (found["verification"].level, "plain decoding only" in found["verification"].text) == ("problem", True)
-
-
-@pytest.mark.parametrize("family", ["bloom", "gpt_neo"])
-def test_a_server_takes_no_target_that_cannot_verify_trees(family: str) -> None:
-    eagle = random_drafter(random_target(TEXT_FAMILIES[family]()))
-    assert eagle.binding.tree_unsupported_reason
     with pytest.raises(UnsupportedGenerationError, match=r"tree self-test.*use generate"):
         within_what_the_target_can(eagle, EngineSettings())
 
