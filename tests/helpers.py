@@ -24,8 +24,7 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache import graph_sizes
-from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.cache.stock import CACHE_ARGUMENT, refill_stock_layers
+from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.drafter.dynamic import grow_tree
 from eagle31_hf.drafter.session import DraftState
 from eagle31_hf.drafting.draft_tree import DraftTree
@@ -277,12 +276,6 @@ def left_padded(prompts: Sequence[Sequence[int]], pad_id: int = 0) -> dict[str, 
     ids = torch.tensor([[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def first_row(cache: SpeculativeCache, dynamic: hf.DynamicCache) -> hf.DynamicCache:
-    """A stock cache, refilled with what ours holds of its first row."""
-    refill_stock_layers(dynamic, cache.held_row(0), cache.lengths[0])
-    return dynamic
 
 
 def prompts_of(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:

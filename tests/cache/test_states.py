@@ -12,14 +12,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from eagle31_hf.cache.spans import LayerKind, LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import Recorded
 from eagle31_hf.cache.states import CONVOLUTION, RECURRENT
 from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
-from helpers import first_row
 
 SIZES: dict[str, Any] = {"capacity": 32, "block": 8}
 CONV, REC = (CONVOLUTION, 0), (RECURRENT, 0)
@@ -161,12 +159,3 @@ def test_a_state_that_two_modules_write_is_an_error(placing: dict[str, Any]) -> 
         forward(cache, torch.tensor([[3.0, 4], [5, 0]]))
     cache.rollback([1, 1])
     assert states(cache) == ([1, 2], [[0, 1], [0, 2]])
-
-
-def test_states_are_not_exported_into_a_cache_that_has_no_place_for_them() -> None:
-    """That they travel elsewhere is asked by texts of several turns (tests/contract)."""
-    cache = cache_of(1)
-    read(cache, [[1.0, 2, 3]])
-    cache.commit(3)
-    with pytest.raises(UnsupportedGenerationError, match=r"config=model\.config"):
-        first_row(cache, DynamicCache())

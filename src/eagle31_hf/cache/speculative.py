@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..errors import MemoryPlanError, UnsupportedGenerationError
+from ..errors import UnsupportedGenerationError
 from .kept_buffers import KeptBuffers
 from .layers import SlotLayer
 from .masks import block_masks
@@ -323,12 +323,10 @@ class SpeculativeCache(Cache):
         Raises:
             UnsupportedGenerationError: its layers are of another kind (quantised, static, recurrent), its batch is
                 another, or a layer no longer holds what is needed. This cache is then empty.
-            MemoryPlanError: it is longer than `capacity`.
         """
         self.reset()
         length = held_length(dynamic)
-        if length > self.capacity:
-            raise MemoryPlanError(f"got a cache of {length} tokens; this one was made for capacity={self.capacity}")
+        assert length <= self.capacity, f"got {length} tokens for {self.capacity} slots"
         held = read_stock_layers(dynamic, self.batch_size)
         self._reserve(length)
         lengths = [length - pads for pads in padding or [0] * self.batch_size]

@@ -127,26 +127,8 @@ def _content(layer: Any) -> HeldLayer:
 
 
 def refill_stock_layers(dynamic: DynamicCache, held: LayerStates, length: int) -> None:
-    """Fill an empty stock cache with rows of `length` tokens.
-
-    Raises:
-        UnsupportedGenerationError: only a window is left of a layer that the stock cache keeps whole, or it has no
-            place for states. Nothing changed.
-    """
+    """Fill an empty stock cache, made for these layers, with rows of `length` tokens."""
     layers: list[Any] = dynamic.layers
-    for index, content in held.items():
-        layer = layers[index] if index < len(layers) else None
-        slides = isinstance(layer, DynamicSlidingWindowLayer)
-        if content.num_tokens is not None and content.num_tokens < length and not slides:
-            raise UnsupportedGenerationError(
-                f"layer {index} holds the last {content.num_tokens} of {length} tokens, the stock cache wants all of "
-                "them; make it with DynamicCache(config=model.config)"
-            )
-        if content.states and not _has_states(layer):
-            raise UnsupportedGenerationError(
-                f"layer {index} holds recurrent states, for which the stock cache has no place; make it with "
-                "DynamicCache(config=model.config)"
-            )
     for index, content in held.items():
         if content.keys is not None:
             dynamic.update(content.keys, content.values, index)  # type: ignore[arg-type]
