@@ -14,7 +14,7 @@ from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data import render_documents
 from eagle31_hf.training.preparation import resolve
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.writing import batches, regenerate, temperature_of, with_keys, write_batch
+from eagle31_hf.training.writing import WrittenRow, batches, regenerate, with_keys, write_batch
 from helpers import CONFIGS, random_target
 
 
@@ -87,19 +87,21 @@ def test_rows_are_known_by_what_they_ask(tmp_path: Path, target, tokenizer) -> N
 def test_several_temperatures_share_the_conversations(tmp_path: Path, target, tokenizer) -> None:
     rows = conversations(12)
     how = writing(regenerate="last", temperature=(0.0, 5.0, 0.0), max_new_tokens=8)
-    found = batches(rows, replace(how, write_rows=3))
-    assert sorted(row.id for batch in found for row in batch) == sorted(row.id for row in rows), "each once"
-    assert all(len({temperature_of(row, how) for row in batch}) == 1 for batch in found)
+    drawn = [WrittenRow.of(row, how) for row in rows]
+    found = batches(drawn, 3)
+    assert sorted(row.conversation.id for batch in found for row in batch) == sorted(row.id for row in rows), (
+        "each once"
+    )
+    assert all(len({row.temperature for row in batch}) == 1 for batch in found)
     assert [len(batch) for batch in found].count(3) >= 2
     for temperature in (0.0, 5.0):
-        alike = [row for batch in found for row in batch if temperature_of(row, how) == temperature]
-        lengths = [sum(len(message["content"]) for message in row.messages) for row in alike]
+        lengths = [row.length for batch in found for row in batch if row.temperature == temperature]
         assert lengths == sorted(lengths, reverse=True), "beside its like, the longest first"
     written = regenerate(rows, target, tokenizer, tmp_path / "mixed.jsonl", how)
     greedy = regenerate(rows, target, tokenizer, tmp_path / "greedy.jsonl", replace(how, temperature=(0.0,)))
     same = [one.answer_ids == other.answer_ids for one, other in zip(written, greedy, strict=True)]
-    assert same == [temperature_of(row, how) == 0 for row in rows]
-    assert [row.answer_temperature for row in written] == [temperature_of(row, how) for row in rows]
+    assert same == [row.temperature == 0 for row in drawn]
+    assert [row.answer_temperature for row in written] == [row.temperature for row in drawn]
     (document, *_), _ = render_documents(written, tokenizer, max_length=200)
     assert document.temperature == written[0].answer_temperature
     assert document.input_ids[document.written_from :] == list(written[0].answer_ids)
@@ -110,8 +112,8 @@ def test_a_target_that_says_nothing_of_sampling_writes_both_ways(tmp_path: Path,
     told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path)
     assert resolve(told, target).temperature == (0.0, 1.0)
     assert resolve(replace(told, temperature=(0.6,)), target).temperature == (0.6,)
-    with mock.patch.object(target.generation_config, "do_sample", True):
-        assert resolve(told, target).temperature == (), "as its generation config says"
+    with mock.patch.multiple(target.generation_config, do_sample=True, temperature=0.7):
+        assert resolve(told, target).temperature == (0.7,), "as its generation config says"
 
 
 def test_contexts_that_are_too_long_are_left_out(tmp_path: Path, target, tokenizer) -> None:

@@ -59,7 +59,10 @@ def resolve(settings: TrainingSettings, target: PreTrainedModel) -> TrainingSett
     defaults["max_length"] = min(defaults["max_length"], trained_context(config) or defaults["max_length"])
     vocabulary = config.vocab_size
     defaults["draft_vocab_size"] = vocabulary // 2 if vocabulary <= 32_000 else 32_000
-    if not getattr(target.generation_config, "do_sample", False):
+    own = target.generation_config
+    if getattr(own, "do_sample", False):
+        defaults["temperature"] = (float(own.temperature or 1.0),)
+    else:
         # Whether it will be served greedily or sampled is not known; texts of both kinds made the acceptance length
         # at temperature 1 7 % greater in the one comparison made (docs/developing/decisions.md, 2026-11-21).
         defaults["temperature"] = (0.0, 1.0)

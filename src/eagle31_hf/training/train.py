@@ -60,7 +60,7 @@ from .report import (
 from .self_prompts import is_new, self_prompt_count, write_prompts
 from .settings import TrainingSettings
 from .trainer import DistillationTrainer, last_checkpoint, step_of
-from .writing import data_file, own_temperature, regenerate, require_disk, with_keys
+from .writing import data_file, regenerate, require_disk, with_keys
 
 __all__ = ["StageResult", "TrainingReport", "TrainingSettings", "train_drafter"]
 
@@ -250,7 +250,7 @@ class Run:
     def _known_texts(self, drafter: Eagle31Drafter, prompts: list[EvaluationPrompt]) -> list[KnownTexts]:
         """This process's share of the texts by which drafters are measured: greedy ones, and of what is served."""
         mine = self._share(prompts)
-        temperatures = tuple(dict.fromkeys((0.0, *(self.settings.temperature or (own_temperature(self.target),)))))
+        temperatures = tuple(dict.fromkeys((0.0, *self.settings.temperature)))
         served = served_processing(self.target, temperatures[-1])
         if not served.fits_draft_vocabulary:
             names = ", ".join(type(processor).__name__ for processor in served.processors)

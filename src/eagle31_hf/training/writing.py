@@ -102,14 +102,6 @@ def place_of(target: PreTrainedModel) -> str:
     return str(Path(name).resolve()) if name and Path(name).exists() else name
 
 
-def own_temperature(target: Any) -> float:
-    """What the target's generation config writes with; 0 is greedy."""
-    config = target.generation_config
-    if not getattr(config, "do_sample", False):
-        return 0.0
-    return 1.0 if config.temperature is None else float(config.temperature)
-
-
 # --- the assistant's turns --------------------------------------------------------------------------------------------
 
 
@@ -144,20 +136,21 @@ def regenerate(
         seed=settings.seed,
     )
     kept = {row["key"]: row for row in lines.rows}
-    missing = [conversation for conversation in conversations if conversation.key not in kept]
+    missing = [WrittenRow.of(each, settings) for each in conversations if each.key not in kept]
     if missing:
-        needed = disk_bytes(missing, settings)
+        most_answers = sum(len(row.given) for row in missing)
+        needed = sum(row.length for row in missing) + most_answers * settings.max_new_tokens * BYTES_PER_TOKEN
         require_disk(path, needed, f"writing {count(len(missing), 'conversation')}")
         say(f"the target writes its own turns: at most {size_text(needed)} in {path}")
     on_progress(len(conversations) - len(missing), 0.0)
 
-    def keep(row: _Row) -> None:
+    def keep(row: WrittenRow) -> None:
         kept[row.conversation.key] = row.to_json()
         lines.add(row.to_json())
         on_progress(1, 0.0)
 
     writer = _TurnWriter(target, tokenizer, settings, keep, on_progress)
-    for batch in batches(missing, settings):
+    for batch in batches(missing, settings.write_rows):
         writer.write(batch)
     return [
         replace(
@@ -187,42 +180,6 @@ def max_prompt_tokens(settings: TrainingSettings) -> int:
     return max(1, settings.max_length - ROOM_FOR_AN_ANSWER)
 
 
-def disk_bytes(conversations: Sequence[Conversation], settings: TrainingSettings) -> int:
-    """Most disk the regenerated conversations will take."""
-    answers = sum(len(_answered(conversation, settings)) for conversation in conversations)
-    return sum(map(_length, conversations)) + answers * settings.max_new_tokens * BYTES_PER_TOKEN
-
-
-def batches(conversations: Sequence[Conversation], settings: TrainingSettings) -> list[list[Conversation]]:
-    """Conversations of one temperature and like length; the longest first, so that a lack of memory shows early."""
-    found, size = [], settings.write_rows
-    for temperature in dict.fromkeys(settings.temperature or (None,)):
-        alike = [row for row in conversations if temperature_of(row, settings) == temperature]
-        ordered = sorted(alike, key=_length, reverse=True)
-        found += [ordered[i : i + size] for i in range(0, len(ordered), size)]
-    return found
-
-
-def temperature_of(conversation: Conversation, settings: TrainingSettings) -> float | None:
-    """What it is written with, chosen by its key; `None`: as the target's generation config says."""
-    if not settings.temperature:
-        return None
-    return random.Random(f"temperature {settings.seed} {conversation.key}").choice(settings.temperature)
-
-
-def _length(conversation: Conversation) -> int:
-    """Characters of it."""
-    return sum(len(message["content"]) for message in conversation.messages)
-
-
-def _answered(conversation: Conversation, settings: TrainingSettings) -> list[int]:
-    """Messages that are answered by text of the target's own: all, or one chosen by the conversation's key."""
-    places = [i for i in range(len(conversation.messages)) if _asks(conversation.messages, i)]
-    if settings.regenerate == "each" or not places:
-        return places
-    return [random.Random(f"{settings.seed} {conversation.key}").choice(places)]
-
-
 def _asks(messages: Sequence[Message], place: int) -> bool:
     """Whether the assistant speaks next, and not in a call of tools, whose results stand in the data."""
     if messages[place]["role"] not in ASKING_ROLES:
@@ -234,26 +191,36 @@ def _asks(messages: Sequence[Message], place: int) -> bool:
     return following[0]["role"] != "tool" and not calls
 
 
-def _given(messages: Sequence[Message], answered: Sequence[int]) -> list[list[Message]]:
-    """What the data has up to each message that is answered, since the answer before, whose own turn is left out."""
-    given, start = [], 0
-    for place in answered:
-        given.append(list(messages[start : place + 1]))
-        start = place + 1
-        if start < len(messages) and messages[start]["role"] == "assistant":
-            start += 1
-    return given
-
-
 @dataclass(eq=False)
-class _Row:
+class WrittenRow:
     """A conversation being written."""
 
     conversation: Conversation
-    temperature: float
+    temperature: float  # what it is written with
     given: list[list[Message]]  # what comes before each answer that is still to be written, behind the one before
     messages: list[Message] = field(default_factory=list)  # up to and with its last answer
-    answer_ids: list[int] = field(default_factory=list)
+    answer_ids: list[int] = field(default_factory=list)  # of that; none where its context is too long for any
+
+    @classmethod
+    def of(cls, conversation: Conversation, settings: TrainingSettings) -> WrittenRow:
+        """Its temperature and, of `--regenerate last`, its one answer are chosen by the conversation's key."""
+        messages, key = conversation.messages, conversation.key
+        temperature = random.Random(f"temperature {settings.seed} {key}").choice(settings.temperature)
+        places = [place for place in range(len(messages)) if _asks(messages, place)]
+        if settings.regenerate == "last" and places:
+            places = [random.Random(f"{settings.seed} {key}").choice(places)]
+        given, start = [], 0
+        for place in places:
+            given.append(list(messages[start : place + 1]))
+            start = place + 1
+            if start < len(messages) and messages[start]["role"] == "assistant":
+                start += 1
+        return cls(conversation, temperature, given)
+
+    @property
+    def length(self) -> int:
+        """Characters of the conversation."""
+        return sum(len(message["content"]) for message in self.conversation.messages)
 
     def context(self) -> list[Message]:
         """Messages up to the next one to be answered."""
@@ -279,24 +246,27 @@ class _Row:
         }
 
 
+def batches(rows: Sequence[WrittenRow], size: int) -> list[list[WrittenRow]]:
+    """Rows of one temperature and like length; the longest first, so that a lack of memory shows early."""
+    found = []
+    for temperature in dict.fromkeys(row.temperature for row in rows):
+        alike = [row for row in rows if row.temperature == temperature]
+        ordered = sorted(alike, key=lambda row: row.length, reverse=True)
+        found += [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    return found
+
+
 @dataclass
 class _TurnWriter:
-    """Writes a batch of one temperature, turn by turn; each row is kept when it has ended.
-
-    A row's `answer_ids` stay empty where its context is too long for any answer.
-    """
+    """Writes a batch of one temperature, turn by turn; each row is kept when it has ended."""
 
     target: Any
     tokenizer: PreTrainedTokenizerBase
     settings: TrainingSettings
-    keep: Callable[[_Row], None]
+    keep: Callable[[WrittenRow], None]
     on_progress: OnProgress
 
-    def write(self, batch: Sequence[Conversation]) -> None:
-        drawn = temperature_of(batch[0], self.settings)
-        temperature = own_temperature(self.target) if drawn is None else drawn
-        options = {} if drawn is None else sampling_options(drawn)
-        rows = [_Row(each, temperature, _given(each.messages, _answered(each, self.settings))) for each in batch]
+    def write(self, rows: Sequence[WrittenRow]) -> None:
         turns = max(len(row.given) for row in rows)
         for turn in range(turns + 1):
             prompts = {row: prompt_ids(self.tokenizer, row.conversation, row.context()) for row in rows if row.given}
@@ -305,10 +275,10 @@ class _TurnWriter:
                 if row not in asked:
                     self.keep(row)
             if asked:
-                self._write_turn(asked, turn, turns, options)
+                self._write_turn(asked, turn, turns)
             rows = [row for row in asked if row.given]
 
-    def _write_turn(self, prompts: dict[_Row, list[int]], turn: int, turns: int, options: dict[str, Any]) -> None:
+    def _write_turn(self, prompts: dict[WrittenRow, list[int]], turn: int, turns: int) -> None:
         rows, ends = list(prompts), end_ids(self.target)
         chance = random.Random(f"{self.settings.seed} {rows[0].conversation.key} {len(prompts[rows[0]])}")
 
@@ -328,7 +298,7 @@ class _TurnWriter:
             seed=chance.getrandbits(63),
             max_new_tokens=self.settings.max_new_tokens,
             on_token=on_token,
-            **options,
+            **sampling_options(rows[0].temperature),
         )
 
 
