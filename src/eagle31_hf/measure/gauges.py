@@ -50,22 +50,18 @@ class PeakGauge:
     def reset(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            self._can_reset = self._try_reset()
+            return
+        try:
+            CLEAR_REFS.write_text(RESET_PEAK)
+            self._can_read = "VmHWM" in STATUS.read_text()
+        except OSError:
+            self._can_read = False
 
     def read(self) -> int | None:
         """Bytes."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        if not self._can_reset:
+        if not self._can_read:
             return None
         line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
-
-    @staticmethod
-    def _try_reset() -> bool:
-        try:
-            CLEAR_REFS.write_text(RESET_PEAK)
-            return "VmHWM" in STATUS.read_text()
-        except OSError:
-            return False

@@ -1,14 +1,18 @@
-"""Pictures of figures: speed by kind of prompt, acceptance by position, what fills a card, drift. Need matplotlib."""
+"""Pictures of figures: speed by kind of prompt, acceptance by position, what fills a card, drift.
+
+All raise a `ConfigurationError` where matplotlib is not installed, or the picture cannot be written.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
 from ..memory.cards import GIB
-from ..memory.plan import PARTS, part_bytes
+from ..memory.plan import part_bytes
 from .results import BenchResult, MethodResult
 from .tables import verdict_line
 
@@ -32,11 +36,7 @@ def plot_bench(result: BenchResult, path: Path, *, title: str, footer: str) -> N
 
     Args:
         title: what was measured.
-        footer: where, and how.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed, or the picture cannot be written.
-    """
+        footer: where, and how."""
     shown = [each for each in result.with_rows(min(result.settings.rows)) if each.method.drafts]
     kinds = list(dict.fromkeys(kind for each in shown for kind in each.by_kind))
     height = max(2.6, 0.8 + 0.3 * len(kinds) * len(shown))
@@ -61,7 +61,6 @@ def _draw_kinds(axes: Any, results: Sequence[MethodResult], kinds: Sequence[str]
             [speed.median for speed in known.values()],
             thick * 0.92,
             xerr=[[s.median - s.low for s in known.values()], [s.high - s.median for s in known.values()]],
-            color=COLOURS[number % len(COLOURS)],
             label=result.method.name,
             error_kw={"lw": 1},
         )
@@ -80,28 +79,21 @@ def _draw_kinds(axes: Any, results: Sequence[MethodResult], kinds: Sequence[str]
 
 
 def _draw_positions(axes: Any, results: Sequence[MethodResult]) -> None:
-    for number, result in enumerate(results):
+    for result, marker in zip(results, cycle(MARKERS), strict=False):
         shares = result.acceptance.cumulative_acceptance
-        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        axes.plot(range(1, 1 + len(shares)), shares, color=colour, marker=marker, label=result.method.name)
+        axes.plot(range(1, 1 + len(shares)), shares, marker=marker, label=result.method.name)
     axes.set_ylim(0, 1)
     axes.set_xlabel("position in the draft")
     axes.set_ylabel("accepted, of drafts that long")
 
 
 def plot_card(plan: MemoryPlan, path: Path) -> None:
-    """What fills the card at the moment when most is alive, as one bar.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed, or the picture cannot be written.
-    """
+    """What fills the card at the moment when most is alive, as one bar."""
     figure, start = _new_figure(10, 2.4), 0.0
     axes = figure.add_subplot()
-    for colour, (name, num_bytes) in zip(
-        (*COLOURS[: len(PARTS) - 1], "#ffffff"), part_bytes(plan).items(), strict=True
-    ):
-        size = num_bytes / GIB
-        axes.barh([0], [size], left=start, color=colour, edgecolor="#555555", label=f"{name} {size:.1f}")
+    for name, num_bytes in part_bytes(plan).items():
+        size, empty = num_bytes / GIB, {"color": "white"} if name == "left free" else {}
+        axes.barh([0], [size], left=start, edgecolor="#555555", label=f"{name} {size:.1f}", **empty)
         start += size
     axes.axvline(plan.card.total_bytes / GIB, color="#222222", lw=1, ls="--")
     axes.set_yticks([])
@@ -119,11 +111,7 @@ PANELS = {
 
 
 def plot_drift(curves: Sequence[DriftCurve], path: Path) -> None:
-    """Attention by depth for each curve, the fed-back state's length, acceptance.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed, or the picture cannot be written.
-    """
+    """Attention by depth for each curve, the fed-back state's length, acceptance."""
     figure = _new_figure(10, 7)
     axes = figure.subplots(2, 2)
     forms = list(dict.fromkeys(curve.form for curve in curves))
@@ -144,11 +132,12 @@ def plot_drift(curves: Sequence[DriftCurve], path: Path) -> None:
 def _new_figure(width: float, height: float) -> Any:
     """An empty figure, sizes in inches."""
     try:
+        from cycler import cycler
         from matplotlib import rcParams
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError("plots need matplotlib: pip install matplotlib") from error
-    rcParams.update(STYLE)
+    rcParams.update(STYLE | {"axes.prop_cycle": cycler(color=COLOURS)})
     return Figure(figsize=(width, height), layout="constrained")
 
 

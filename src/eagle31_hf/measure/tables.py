@@ -75,7 +75,7 @@ def speed_table(results: Sequence[MethodResult], caption: str = "") -> Table:
             f"{result.tokens_per_s.median:.1f}",
             f"{result.tokens_per_s.low:.0f}–{result.tokens_per_s.high:.0f}",
             speedup_text(result),
-            _number(result.tokens_per_pass if result.method.drafts else None, ".2f"),
+            f"{result.tokens_per_pass:.2f}" if result.method.drafts and result.tokens_per_pass else "",
         )
         for result in results
     )
@@ -168,8 +168,3 @@ def _difference_lines(result: MethodResult) -> Iterator[str]:
     if ties:
         widest = max(ties, key=lambda each: each[1].logit_gap)
         yield line(*widest, "by a tie" if len(ties) == 1 else f"by the widest of {len(ties)} ties")
-
-
-def _number(value: float | None, spec: str) -> str:
-    """A figure with so many digits; empty where there is none."""
-    return "" if value is None else format(value, spec)

@@ -98,11 +98,7 @@ def plan_mismatch_reason(plan: MemoryPlan, *, rows: int, length: int) -> str:
 
 
 def run_ledger(drafter: Any, settings: MemorySettings) -> str:
-    """The largest terms of a generation with these settings; empty where it cannot be had.
-
-    Args:
-        drafter: attached.
-    """
+    """The largest terms of a generation with an attached drafter and these settings; empty where it cannot be had."""
     try:
         return plan_of_run(drafter, settings).largest_terms
     except (MemoryPlanError, RuntimeError, MemoryError) as error:  # an error is being told; this one must not hide it
@@ -123,11 +119,7 @@ def plan_of_run(drafter: Any, settings: MemorySettings) -> MemoryPlan:
 
 
 def _device_of(target: nn.Module) -> torch.device:
-    """Where a target sits.
-
-    Raises:
-        MemoryPlanError: on several devices.
-    """
+    """Where a target sits, which is one device."""
     devices = {parameter.device for parameter in target.parameters() if parameter.device.type != "meta"}
     if len(devices) != 1:
         found = ", ".join(sorted(str(device) for device in devices)) or "none"
@@ -139,10 +131,6 @@ def _device_of(target: nn.Module) -> torch.device:
 
 
 def _context_of(target: PreTrainedModel) -> int | None:
-    """Tokens of the longest row, where the target's settings say so."""
+    """Tokens of the longest row, where the target's settings say so; 20 is what transformers says of itself."""
     wanted: Any = getattr(target.generation_config, "max_length", None)
-    return wanted if isinstance(wanted, int) and wanted > TRANSFORMERS_DEFAULT_LENGTH else None
-
-
-TRANSFORMERS_DEFAULT_LENGTH = 20
-"""`max_length` of a generation config nobody has set."""
+    return wanted if isinstance(wanted, int) and wanted > 20 else None

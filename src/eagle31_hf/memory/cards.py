@@ -210,9 +210,10 @@ def measure_card(device: torch.device | None = None) -> Card:
         held = torch.cuda.memory_reserved(place)
         capability = (properties.major, properties.minor)
         return Card(properties.name, "cuda", total, free + held, 0, capability, measured=True)
-    if kind == "mps":
-        return _measure_metal()
     memory = psutil.virtual_memory()
+    if kind == "mps":
+        usable, name = torch.mps.recommended_max_memory(), f"Apple {platform.machine()}"
+        return Card(name, "mps", memory.total, usable, METAL_CONTEXT_BYTES, measured=True)
     held = psutil.Process().memory_info().rss
     return Card(f"CPU ({platform.machine()})", "cpu", memory.total, memory.available + held, 0, measured=True)
 
@@ -222,12 +223,6 @@ def best_kind() -> str:
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def _measure_metal() -> Card:
-    total = psutil.virtual_memory().total
-    usable = torch.mps.recommended_max_memory()
-    return Card(f"Apple {platform.machine()}", "mps", total, usable, METAL_CONTEXT_BYTES, measured=True)
 
 
 def driver_spills() -> bool:

@@ -275,11 +275,9 @@ class _Ledger:
 
     # --- captured steps ----------------------------------------------------------------------------------------------
     #
-    # Four steps are captured (`graphs.captured`): the target's verification of a draft and of a single token, the
-    # first draft of a text, and a round's end. Each has tensors of its own that it reads from and gives; what they
-    # need between their kernels they share, one after the other in one pool. Each length at which rows are looked at
-    # has recordings of its own. Where layers keep states, moving them on is a fifth, once for all lengths. By counted
-    # storages of the steps; how a driver's allocator cuts its pool up, and what a graph itself takes, is not in it.
+    # Four steps are captured (`graphs.captured`), which share what they need between their kernels in one pool; what
+    # each reads and gives is its own, for each length of rows. Where layers keep states, moving them on is a fifth,
+    # once for all lengths. How a driver's allocator cuts its pool up, and what a graph itself takes, is not counted.
 
     def _recordings(self, drafter: DrafterFacts, terms: Sequence[LedgerTerm]) -> LedgerTerm:
         """What recordings keep. Between its kernels a captured step needs what an eager one would, but keeps it; rows

@@ -17,10 +17,10 @@ from typing import Any
 from ..drafting.shape import LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape
 from ..errors import MemoryPlanError, removal
 from ..settings import CACHE_TYPES, Eagle31GenerationConfig
-from .cards import CARDS, GIB, Card, find_card
+from .cards import CARDS, Card, find_card
 from .drafter_facts import DrafterFacts, drafter_to_plan, read_drafter
 from .ledger import DRAFTER_PRECISIONS, MemorySettings, captures_steps
-from .plan import Alternative, MemoryPlan
+from .plan import Alternative, MemoryPlan, size_text
 from .target_facts import TargetFacts, read_target
 from .weights import Quantization, scheme
 
@@ -109,7 +109,7 @@ def plan_memory(
     if not facts.loaded and (reason := _unpacked_reason(facts.quantization, found_card)):
         packed, facts = facts, read_target(target, "bf16", attention=attention)
         warnings.insert(0, f"{packed.quantization.name} is unpacked to bf16 while loading, because {reason}: "
-                           f"{_gib(packed.weights.total)} become {_gib(facts.weights.total)}")  # fmt: skip
+                           f"{size_text(packed.weights.total)} become {size_text(facts.weights.total)}")  # fmt: skip
     request = _Request(
         target=facts,
         drafter=None if draft_tokens == 0 else read_drafter(drafter_to_plan(drafter, target, facts), facts),
@@ -187,7 +187,7 @@ def _warnings(target: TargetFacts, card: Card, context: int) -> list[str]:
     if weights.experts and packing.packs_linears and not packing.packs_experts:
         found.append(
             f"{packing.name} packs linear layers only: the experts stay {packing.dtype} and take "
-            f"{_gib(weights.experts)} of {_gib(weights.total)}; use a checkpoint whose format packs experts "
+            f"{size_text(weights.experts)} of {size_text(weights.total)}; use a checkpoint whose format packs experts "
             "(FP8, MXFP4)"
         )
     if packing.method == "mxfp4" and not card.measured:
@@ -202,10 +202,6 @@ def _warnings(target: TargetFacts, card: Card, context: int) -> list[str]:
     if trained and context > trained:
         found.append(f"context {context:,} is longer than the {trained:,} positions the target was trained for")
     return found
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"
 
 
 # --- deciding ---------------------------------------------------------------------------------------------------------
