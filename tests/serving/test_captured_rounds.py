@@ -68,6 +68,11 @@ def kinds(batch: Batch) -> set[str]:
     return {key.kind for key in batch.rounds.graphs.keys if key.rows == ROWS}
 
 
+def test_figures_say_why_nothing_is_captured() -> None:
+    with configured(drafter_of("llama"), cache_type="int8") as drafter:
+        assert batch_of(drafter, ROWS).stats.fallbacks == ["steps are not captured over a cache in 8 bits"]
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
 def test_texts_are_plains_and_what_was_recorded_serves_the_next(

@@ -82,6 +82,8 @@ def serve(
             f"Not followed, of {name}'s generation config: {', '.join(engine.unfollowed)}; texts are chosen without",
             style="yellow",
         )
+    for why in engine.batch.stats.fallbacks:
+        console.print(f"Slower than could be: {why}", style="yellow")
     if not quiet:
         _print_requests()
 

@@ -80,6 +80,7 @@ class Batch:
             on_event=partial(logger.info, "eagle31: the batch's drafts: %s, %s"),
         )
         shape, self.planner = drafts.shape, drafts.planner
+        self.stats.fall_back(drafts.why)
         self.is_single = max_rows == 1 and drafts.graphs is None
         sizes: dict[str, Any] = {"length": context, "chunk": max(prefill_chunk, 2 * shape.nodes)}
         sizes["cache_type"] = drafter.generation_config.stored_cache_type
@@ -190,6 +191,7 @@ class Batch:
             rows=1, sampled=one.draws, processing=one.processing, new_tokens=new_tokens
         )
         self.planner, self._rows.shape = found.planner, found.shape
+        self.stats.fall_back(found.why)
         self._rows.checks = found.graphs is None  # graphs of `generate` do not
         self.rounds = Round(self.drafter, self.caches, self._rows, self.clock, found.graphs)
 
