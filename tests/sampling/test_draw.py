@@ -114,24 +114,6 @@ def test_a_row_nothing_can_be_chosen_from_yields_no_token(score: float) -> None:
     assert chosen.tolist() == [5, 0]
 
 
-def test_forbidden_tokens_are_never_chosen() -> None:
-    scores = torch.tensor([float("-inf"), 0.0, float("-inf"), -30.0]).expand(5000, 4)
-    with seeded(0):
-        chosen = choose(scores, torch.empty(5000, 4).exponential_())
-    assert set(chosen.tolist()) == {1}
-
-
-def test_chosen_tokens_follow_their_distribution() -> None:
-    """The noise itself: one chi-square test, and one that a wrong noise fails."""
-    probs = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
-    with seeded(7):
-        noise = torch.empty(20_000, 5).exponential_()
-    for wrong, power in ((False, 1.0), (True, 1.3)):
-        counts = choose(probs.log().float().expand(20_000, 5), noise**power).bincount(minlength=5)
-        p_value = stats.chisquare(counts.numpy(), 20_000 * probs.numpy()).pvalue
-        assert (p_value < 1e-6) if wrong else (p_value > 0.01)
-
-
 @pytest.mark.parametrize("spread", [0.3, 1.5])
 def test_drafts_by_the_same_noise_agree_as_the_formula_says(spread: float) -> None:
     """`agreement` given the target's token, on average over what it is; and how often that is at least."""

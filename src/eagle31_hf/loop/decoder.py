@@ -27,7 +27,7 @@ from ..sampling.callers_code import CallersCode
 from ..sampling.draw import NOT_PLAIN, PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
 from ..sampling.seen_tokens import SeenTokens
-from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock, SpeculationStats
+from ..stats import NOT_A_NUMBER, PhaseClock, SpeculationStats
 from ..targets.binding import TargetBinding
 from ..targets.prompt_forward import PromptForward
 from .accept import Accepted, Acceptor
@@ -304,8 +304,7 @@ class SpeculativeDecoder:
         verified = self.round.verify(tree)
         accepted = self.round.accept(tree, verified, batch)
         if accepted.is_broken:
-            stats = self.request.stats
-            stats.events.append(DraftEvent(stats.accepted + stats.rounds, "stop", NOT_A_NUMBER))
+            self.request.stats.note_draft("stop", NOT_A_NUMBER)
             logger.warning("eagle31: %s", NOT_A_NUMBER)
             self.stop_drafting()
         self._collect_scores(accepted, verified.logits, batch)

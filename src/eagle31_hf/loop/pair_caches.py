@@ -96,9 +96,13 @@ class PairCaches:
             self.lender = None
 
     @property
+    def _both(self) -> list[SpeculativeCache]:
+        return [self.target] if self.drafter is None else [self.target, self.drafter.cache]
+
+    @property
     def num_bytes(self) -> int:
         """Allocated for keys, values and states."""
-        return self.target.num_bytes + (0 if self.drafter is None else self.drafter.cache.num_bytes)
+        return sum(cache.num_bytes for cache in self._both)
 
     @property
     def batch_size(self) -> int:
@@ -127,9 +131,8 @@ class PairCaches:
 
     def wipe_row(self, row: int) -> None:
         """Leave nothing of a row, which may hold what is no number."""
-        wipe_row(self.target, row)
-        if self.drafter is not None:
-            wipe_row(self.drafter.cache, row)
+        for cache in self._both:
+            wipe_row(cache, row)
 
     def forget_round(self) -> None:
         """Take back what an unfinished round has written: nothing of it was committed."""
@@ -139,9 +142,8 @@ class PairCaches:
 
     def release(self) -> None:
         """Give back what can be made again."""
-        self.target.release()
-        if self.drafter is not None:
-            self.drafter.cache.release()
+        for cache in self._both:
+            cache.release()
 
 
 def eager_size(capacity: int, block: int) -> graph_sizes.CacheSize:

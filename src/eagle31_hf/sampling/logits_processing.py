@@ -171,17 +171,19 @@ class ScoreProcessing:
     @property
     def can_fork(self) -> bool:
         """Whether some are `in_order`, and drafts may be shown to copies of all of those."""
-        return not self.forks_no_more and self._has_forks
+        return not self.forks_no_more and bool(self._ways_to_fork)
 
     @cached_property
-    def _has_forks(self) -> bool:
-        return bool(self._moving) and all(_way_to_fork(processor) is not None for processor in self._moving)
+    def _ways_to_fork(self) -> list[Callable[[], Any]]:
+        """Of all processors, those that need no copy among them; none if one cannot be copied."""
+        ways = [_way_to_fork(each) if self._moves(each) else partial(_itself, each) for each in self.processors]
+        known = [way for way in ways if way is not None]
+        return known if self._moving and len(known) == len(ways) else []
 
     def fork(self) -> ScoreProcessing:
         """The same processors, copies of those `in_order`: what these are shown the originals never see."""
         assert self.can_fork, "a processor keeps state that cannot be copied"
-        copies = [_fork(each) if self._moves(each) else each for each in self.processors]
-        return ScoreProcessing(LogitsProcessorList(copies))
+        return ScoreProcessing(LogitsProcessorList([fork() for fork in self._ways_to_fork]))
 
     @cached_property
     def draft_warping(self) -> DraftWarping:
@@ -222,23 +224,22 @@ class ScoreProcessing:
         if code is not None and (made := code.processed.get((row, ids.shape[1]))) is not None:
             first, scores = made.place, made.scores.clone()
         for place, processor in enumerate(self.processors[first:], first):
-            ask = partial(self._run, [view_of_row(processor, row)], ids, scores)
+            ask = partial(_ask, view_of_row(processor, row), ids, scores)
             if code is not None and self._moves(processor):
                 scores = code.process(row, place, type(processor).__name__, ids, scores, ask)
             else:
                 scores = ask()
         return scores
 
-    @staticmethod
-    def _run(processors: Sequence[Any], input_ids: Tensor, scores: Tensor) -> Tensor:
-        for processor in processors:
-            try:
-                scores = processor(input_ids, scores)
-            except Exception as error:
-                if not _is_stock(processor) or isinstance(processor, CALLS_THE_USERS_CODE):
-                    blame_caller(error)
-                raise
-        return scores
+
+def _ask(processor: Any, ids: Tensor, scores: Tensor) -> Any:
+    """Scores `(1, V)` behind `ids (1, t)`; what the caller's own code raises is marked as the caller's."""
+    try:
+        return processor(ids, scores)
+    except Exception as error:
+        if not _is_stock(processor) or isinstance(processor, CALLS_THE_USERS_CODE):
+            blame_caller(error)
+        raise
 
 
 def _is_stock(processor: Any) -> bool:
@@ -297,10 +298,8 @@ def sampling_options(temperature: float) -> dict[str, Any]:
 # --- copies that are shown drafts -------------------------------------------------------------------------------------
 
 
-def _fork(processor: Any) -> Any:
-    way = _way_to_fork(processor)
-    assert way is not None, "can_fork comes first"
-    return way()
+def _itself(processor: Any) -> Any:
+    return processor
 
 
 def _way_to_fork(processor: Any) -> Callable[[], Any] | None:
