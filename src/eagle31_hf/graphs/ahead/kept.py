@@ -33,7 +33,7 @@ from .packages import GraphPackages, name_of, tensors_of
 from .packed_weights import PackedWeights
 
 CACHE_VARIABLE = "EAGLE31_CACHE"
-FORMAT = 7
+FORMAT = 8
 """Counted up when steps take or give something else, or files say it: packages of before are not theirs."""
 
 KEEPS_STATES = "its target keeps recurrent states, which graphs for a CPU do not move on"

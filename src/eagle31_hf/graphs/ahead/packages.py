@@ -13,7 +13,6 @@ import json
 import os
 import stat
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,16 +59,10 @@ class GraphPackages:
         told = json.loads(_own(self.folder / f"{name_of(key)}.json").read_text(encoding="utf-8"))
         if not isinstance(told, dict) or told["key"] != repr(key):
             raise ValueError("it is another graph's")
-        codes = [self._load_whole(name, size) for name, size in told["packages"]]
+        codes = [load_package(_own(self.folder / Path(name).name)) for name in told["packages"]]
         code = bound(codes, told["calls"], told["outputs"], tensors_by_name(self.models), self.packed)
         looks = [(tuple(shape), stride and tuple(stride), DTYPES[dtype]) for shape, stride, dtype in told["signature"]]
         return LoadedStep(code, without_tensors(outputs), looks)
-
-    def _load_whole(self, name: str, size: int) -> Code:
-        package = _own(self.folder / Path(name).name)
-        if package.stat().st_size != size:
-            raise ValueError("it is only a part of one")
-        return load_package(package)
 
     def compile(self, key: GraphKey, step: Step, inputs: tuple, processes: CompilerProcesses) -> Callable[[], None]:
         """Let `processes` compile `step`, which takes each a minute or so.
@@ -85,29 +78,32 @@ class GraphPackages:
         exported = _captured(FlatStep(step, inputs, self.models), tuple([each.clone() for each in tensors_of(inputs)]))
         looks = [(shape, stride, str(dtype)) for shape, stride, dtype in looks_of(inputs)]
         program = PieceProgram.of(exported, self.layers, self.packed, tensors_by_name(self.models))
-        told = {"key": repr(key), "signature": looks, "calls": program.calls, "outputs": program.outputs}
         names = [f"{name_of(key)}.{number}.pt2" for number in range(len(program.pieces))]
+        told = {
+            "key": repr(key),
+            "signature": looks,
+            "calls": program.calls,
+            "outputs": program.outputs,
+            "packages": names,
+        }
         begun = {
             name: processes.compile(_export_piece(piece), self._unfinished(name))
             for name, piece in zip(names, program.pieces, strict=True)
         }
 
         def keep() -> None:
-            packages = [self._finish(*each) for each in begun.items()]
-            unfinished = self.folder / f"{name_of(key)}.{os.getpid()}"
-            unfinished.write_text(json.dumps(told | {"packages": packages}), encoding="utf-8")
-            unfinished.chmod(OWN)
-            unfinished.replace(self.folder / f"{name_of(key)}.json")  # last: packages without it are not looked at
+            for name, written in begun.items():
+                written.result()
+                self._finish(name)
+            name = f"{name_of(key)}.json"  # last: packages without it are not looked at
+            self._unfinished(name).write_text(json.dumps(told), encoding="utf-8")
+            self._finish(name)
 
         return keep
 
-    def _finish(self, name: str, written: Future[None]) -> tuple[str, int]:
-        """One package, in its place; its name and its bytes."""
-        written.result()
-        size = self._unfinished(name).stat().st_size
+    def _finish(self, name: str) -> None:
         self._unfinished(name).chmod(OWN)
         self._unfinished(name).replace(self.folder / name)
-        return name, size
 
     def _unfinished(self, name: str) -> Path:
         return self.folder / f"{os.getpid()}.{name}"
