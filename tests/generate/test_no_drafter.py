@@ -205,13 +205,22 @@ def test_graphs_are_kept_for_a_target_alone(no_compiler: None) -> None:
         assert {key.size for key in Pair.of(later).graphs.keys} == {1, 8}
 
 
+def test_graphs_of_a_target_alone_serve_any_processor(no_compiler: None) -> None:
+    """They choose no tokens, so nothing is compiled anew for another way to choose."""
+    with configured(NoDrafter(kept_target()), acceleration="compile") as alone:
+        for how in (GREEDY, SAMPLING, GREEDY | {"no_repeat_ngram_size": 2}):
+            assert assert_plain(alone, 1, how).fallbacks == []
+    assert kinds(alone) == {"verify"}
+    assert len(Pair.of(alone).graphs.warmed) == 1
+
+
 def test_a_benchmark_writes_single_texts_by_graphs(no_compiler: None) -> None:
     tasks = [Task(Prompt("one", "random", "random", ()), torch.tensor(random_prompts(1)[0]))]
     methods = (PLAIN, PLAIN_BY_GRAPHS, Method(Writer.LOOKUP, by_graphs=True))
     bench = Bench(make_pair(), tasks, BenchSettings(methods, new_tokens=12, repeats=1, rows=(1, 2)))
     measured = bench.run()
     by_graphs = [call for call in measured.calls if call.method.by_graphs]
-    assert [(call.method, call.rows) for call in by_graphs] == [(method, 1) for method in methods[1:]]
+    assert [(call.method, len(call.answers)) for call in by_graphs] == [(method, 1) for method in methods[1:]]
     assert {verdict.kind for call in by_graphs for verdict in call.verdicts} == {Kind.SAME}
     assert not any(call.stats.fallbacks for call in by_graphs if call.stats is not None)
     assert [("single rows" in why) for why in measured.left_out.values()] == [True, True]

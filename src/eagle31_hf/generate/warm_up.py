@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import LogitsProcessorList
 
 from ..cache import graph_sizes
 from ..drafter.assistant import Assistant
@@ -141,6 +142,8 @@ def warm_up_for(call: Call) -> str:
     drafter, processing, sampled = call.drafter, call.processing, call.is_sampled
     if drafter.binding.head_device.type in CAPTURES:
         return ""
+    if not isinstance(drafter, Eagle31Drafter):  # graphs verify, and choose no tokens
+        processing, sampled = ScoreProcessing(LogitsProcessorList()), False
     pair = Pair.of(drafter)
     shape = draft_shape(drafter, rows=call.batch_size, sampled=sampled, depth=call.draft_tokens, by_graphs=True)
     if why := why_unsuited(pair, shape, processing):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from functools import cache
 
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
@@ -25,7 +26,6 @@ from ..graphs.steps import GraphKey
 from ..sampling.logits_processing import ScoreProcessing
 
 logger = logging.getLogger(__name__)
-_said: set[str] = set()
 
 FEWEST_CAPTURED_TOKENS = 48
 """New tokens from which on the first text's steps are captured, which takes about as long as half a dozen rounds."""
@@ -111,11 +111,9 @@ def why_unsuited(pair: PairGraphs, shape: DraftShape, processing: ScoreProcessin
     A processor that looks at prefixes is asked by eager code. Compiled graphs then do not pay; captured ones do, of
     verification. Arguments are `graphs_for`'s.
     """
-    drafter, binding = pair.drafter, pair.drafter.binding
+    drafter = pair.drafter
     schedule = drafter.generation_config.num_assistant_tokens_schedule
-    captures = binding.head_device.type in CAPTURES
-    if binding.has_states and not captures:
-        return kept.KEEPS_STATES
+    captures = drafter.binding.head_device.type in CAPTURES
     if not isinstance(drafter, Eagle31Drafter):  # verification alone
         return ""
     if not RoundStep.serves(shape):
@@ -159,15 +157,14 @@ def kept_packages(pair: PairGraphs) -> GraphPackages | None:
     if kept.refusal(drafter, graphs):
         return None
     if why := why_not_ours(folder):
-        _say(f"kept graphs are machine code, and those in {folder} are not loaded: {why}")
+        _say_once(f"kept graphs are machine code, and those in {folder} are not loaded: {why}")
         return None
     return kept.packages_of(drafter, graphs)
 
 
-def _say(what: str) -> None:
-    if what not in _said:
-        _said.add(what)
-        logger.warning("eagle31: %s; steps stay eager", what)
+@cache
+def _say_once(what: str) -> None:
+    logger.warning("eagle31: %s; steps stay eager", what)
 
 
 def compile_ahead(

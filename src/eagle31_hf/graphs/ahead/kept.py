@@ -36,8 +36,6 @@ CACHE_VARIABLE = "EAGLE31_CACHE"
 FORMAT = 8
 """Counted up when steps take or give something else, or files say it: packages of before are not theirs."""
 
-KEEPS_STATES = "its target keeps recurrent states, which graphs for a CPU do not move on"
-
 
 def refusal(drafter: Assistant, graphs: Graphs) -> str:
     """Why no graphs are kept for this pair; empty if they can be."""
@@ -45,7 +43,7 @@ def refusal(drafter: Assistant, graphs: Graphs) -> str:
     if drafter.generation_config.stored_cache_type != "full":
         return "its keys and values are stored in 8 bits, which graphs cannot read"
     if drafter.binding.has_states:
-        return KEEPS_STATES
+        return "its target keeps recurrent states, which graphs for a CPU do not move on"
     if device != "cpu":
         return f"it runs on {device}, and graphs are kept for a CPU alone"
     if not graphs.may_pack:
