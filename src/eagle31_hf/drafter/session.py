@@ -145,10 +145,10 @@ class DraftSession:
                 break
             rotary = self.rotary_ahead(end - start)
             state = (read or self.read)(tokens[:, start:end], aux[:, start:end], rotary, valid)
-            self.commit(state, valid, end - start)
+            self.commit(state, valid)
 
-    def commit(self, state: DraftState, counts: Sequence[int], width: int) -> None:
-        """Keep what was read of each row's `width` positions.
+    def commit(self, state: DraftState, counts: Sequence[int]) -> None:
+        """Keep what was read of each row's positions.
 
         Args:
             state: after each row's last position.
@@ -157,7 +157,7 @@ class DraftSession:
         self.cache.commit(counts)
         if self._rotary is not None:
             cos, sin = self._rotary
-            self._rotary = (cos[:, counts[0] :], sin[:, counts[0] :]) if _may_view(counts, width) else None
+            self._rotary = (cos[:, counts[0] :], sin[:, counts[0] :]) if len(counts) == 1 else None
         self._root = self._merged(state, counts)
         if self.cache.placement.longest > self._trained_length:
             _warn_of_length(self.drafter)
@@ -166,13 +166,9 @@ class DraftSession:
     def read(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
         """One pass over `absorb`'s positions, not yet committed; the state after each row's last."""
         normed, feedback = self._decode(tokens, self.drafter.fuse_aux(aux), rotary, after=0)
-        if _may_view(counts, tokens.shape[1]):
-            last = slice(counts[0] - 1, counts[0])
-            normed, feedback = normed[:, last], feedback[:, last]
-        else:
-            places = on_device([max(count - 1, 0) for count in counts], self.device)[:, None]
-            rows = torch.arange(len(counts), device=self.device)[:, None]
-            normed, feedback = normed[rows, places], feedback[rows, places]  # (B, 1, H)
+        places = on_device([max(count - 1, 0) for count in counts], self.device)[:, None]
+        rows = torch.arange(len(counts), device=self.device)[:, None]
+        normed, feedback = normed[rows, places], feedback[rows, places]  # (B, 1, H); views would keep a chunk alive
         return DraftState(self.drafter.draft_logits(normed), feedback)
 
     def _merged(self, state: DraftState, counts: Sequence[int]) -> DraftState:
@@ -342,11 +338,6 @@ def _warn_of_length(drafter: Eagle31Drafter) -> None:
         trained,
         advice,
     )
-
-
-def _may_view(counts: Sequence[int], width: int) -> bool:
-    """Whether one row's last position is kept as a view; of a prompt's chunk that would keep all of it alive."""
-    return len(counts) == 1 and width <= ROTARY_DEPTHS
 
 
 ROTARY_DEPTHS = 16

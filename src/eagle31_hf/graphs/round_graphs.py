@@ -41,14 +41,12 @@ class AcceptedAhead(NamedTuple):
         for_host: what the host reads of the acceptance (`acceptance.for_host`).
         draft: behind the bonus.
         shape: of the draft.
-        width: positions that the drafter has read.
     """
 
     state: DraftState
     for_host: Tensor
     draft: DraftNodes
     shape: DraftShape
-    width: int
 
 
 class RoundStep:
@@ -106,7 +104,7 @@ class RoundStep:
         told = DraftInputs(read, slots[rows, behind], readable.bonus, (cos, sin), chosen_by)
         nodes = whole_step(self.drafter, self.shape, self.choosing, told, cache).nodes
         host = for_host(acceptance, path, read.logits[:, 0, :1].isnan().any())
-        return AcceptedAhead(read, host, nodes, self.shape, width)
+        return AcceptedAhead(read, host, nodes, self.shape)
 
     def accept(self, logits: Tensor, drafts: DraftNodes, by: ChosenBy) -> tuple[Acceptance, Tensor]:
         """By the target's logits `(B, N, V)`; also tokens `(B, W)` of the accepted path, root first."""

@@ -191,7 +191,7 @@ class Round:
         ahead, session = self._ahead, self.caches.drafter
         if ahead is not None and session is not None:
             with self.clock.phase("draft"):
-                session.commit(ahead.state, counts, ahead.width)
+                session.commit(ahead.state, counts)
         else:
             self._absorb(written, aux_of_path(accepted.paths, verified.aux, max(counts)))
 
