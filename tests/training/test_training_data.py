@@ -244,23 +244,6 @@ def test_a_base_model_continues_a_prompt_or_half_of_a_text(
     assert evaluation_prompts([row(**{form: STORY})], templated)[0].input_ids == opening
 
 
-@with_template("none")
-@pytest.mark.parametrize("regenerate_turns", ["last", "none"])
-@pytest.mark.parametrize("form", ["text", "prompt"])
-def test_a_base_model_learns_from_either_kind_of_row(
-    tmp_path: Path, target: Any, templated: Any, form: str, regenerate_turns: str
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps({"id": f"r{i}", form: f"{STORY} It was boat {i}."}) for i in range(6)))
-    told = TrainingSettings(
-        target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", max_new_tokens=4, max_length=64,
-        regenerate=regenerate_turns, temperature=(0.0,),
-    )  # fmt: skip
-    documents, prompts = run_of(told, target, templated).read_texts()
-    assert (len(documents), len(prompts)) == (5, 1)
-    assert any(any(document.loss_mask) for document in documents)
-
-
 @with_template("thinker")
 def test_what_was_left_out_or_learned_apart_is_said(tmp_path: Path, target: Any, templated: Any) -> None:
     rows, said = tmp_path / "rows.json", io.StringIO()

@@ -226,8 +226,10 @@ def recipes_of(folder: Path, done: int, recipe: dict[str, str]) -> tuple[Recipes
     Args:
         folder: of the stage.
     """
-    file = folder / RECIPES_FILE
-    stored: Recipes = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    try:
+        stored: Recipes = json.loads((folder / RECIPES_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # there is none, or a kill cut it short
+        stored = []
     recipes = [each for each in stored if each[0] < done]  # of steps behind it nothing is left
     if not recipes or recipes[-1][1] != recipe:
         recipes.append([done, recipe])
