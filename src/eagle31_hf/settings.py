@@ -73,13 +73,15 @@ class Eagle31GenerationConfig(GenerationConfig):
         super().__init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raise a `ConfigurationError` for a field that nothing would read: most likely it is misspelt."""
+        """Raise a `ConfigurationError` for a value that makes no sense, or a field that nothing would read: most likely
+        it is misspelt."""
         if gone := removal(name):
             raise ConfigurationError(gone)
         if not name.startswith("_") and name not in _known_fields():
             close = difflib.get_close_matches(name, _known_fields(), n=1)
             meant = f"; did you mean {close[0]}?" if close else f"; our own are {', '.join(OWN_FIELDS)}"
             raise ConfigurationError(f"eagle.generation_config has no field {name!r}{meant}")
+        _check_field(name, value)
         super().__setattr__(name, value)
 
     @property
@@ -122,37 +124,44 @@ class Eagle31GenerationConfig(GenerationConfig):
         return "full" if self.cache_type == "auto" else self.cache_type
 
     def check(self) -> None:
-        """Raise a `ConfigurationError` naming the first field that makes no sense."""
-        least = self.draft_min_confidence
-        if least is not None and not (_is_number(least) and 0.0 <= least < 1.0):
-            raise ConfigurationError(f"draft_min_confidence is {least!r}; wanted a probability below 1, or None")
-        for name in ("draft_top_k", "num_assistant_tokens", "prefill_chunk_size", "draft_window"):
-            if (value := getattr(self, name)) is not None:
-                require_count(name, value)
+        """Raise a `ConfigurationError` naming fields that contradict each other; each by itself was checked when it was
+        set."""
         size = self.draft_tree_size
-        if size is not None and (not isinstance(size, int) or size < 2):
-            raise ConfigurationError(f"draft_tree_size is {size!r}; wanted at least 2 (root and one draft token)")
         if size is not None and self.draft_top_k == 1:
             raise ConfigurationError(
                 f"draft_tree_size is {size} and draft_top_k 1, which drafts a chain; leave draft_top_k out for a tree "
                 "of that size, or draft_tree_size for a chain"
             )
-        for field, allowed in (
-            ("speculation_loop", LOOPS),
-            ("acceleration", ACCELERATIONS),
-            ("cache_type", CACHE_TYPES),
-            ("num_assistant_tokens_schedule", SCHEDULES),
-        ):
-            value = getattr(self, field)
-            if value not in allowed:
-                raise ConfigurationError(
-                    removal(f"{field} {value}") or f"{field} is {value!r}; wanted one of {', '.join(map(str, allowed))}"
-                )
         if self.stored_cache_type != "full" and self.speculation_loop == "plain":
             raise ConfigurationError(
                 f"cache_type is {self.cache_type!r} and speculation_loop {self.speculation_loop!r}; only our own loop "
                 "stores keys and values in 8 bits: leave speculation_loop at 'auto', or cache_type at 'full'"
             )
+
+
+COUNTS = ("draft_top_k", "num_assistant_tokens", "prefill_chunk_size", "draft_window")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "speculation_loop": LOOPS,
+    "acceleration": ACCELERATIONS,
+    "cache_type": CACHE_TYPES,
+    "num_assistant_tokens_schedule": SCHEDULES,
+}
+
+
+def _check_field(name: str, value: Any) -> None:
+    """Raise a `ConfigurationError` if this field cannot have this value."""
+    if name in CHOICES and value not in CHOICES[name]:
+        raise ConfigurationError(
+            removal(f"{name} {value}") or f"{name} is {value!r}; wanted one of {', '.join(CHOICES[name])}"
+        )
+    if value is None:
+        return
+    if name in COUNTS:
+        require_count(name, value)
+    if name == "draft_tree_size" and (not isinstance(value, int) or value < 2):
+        raise ConfigurationError(f"draft_tree_size is {value!r}; wanted at least 2 (root and one draft token)")
+    if name == "draft_min_confidence" and not (_is_number(value) and 0.0 <= value < 1.0):
+        raise ConfigurationError(f"draft_min_confidence is {value!r}; wanted a probability below 1, or None")
 
 
 def require_count(name: str, value: Any) -> None:

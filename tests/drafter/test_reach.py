@@ -13,7 +13,6 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter import session as drafter_session
 from eagle31_hf.drafter.session import WINDOWED_READ, DraftSession
 from eagle31_hf.drafting.shape import DraftShape
-from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.loop.pair_caches import PairCaches
 from helpers import (
     assert_same_text,
@@ -140,15 +139,6 @@ def test_nobody_is_warned_before_the_trained_length_is_passed_and_once_then(
         assert sum("made for" in message for message in caplog.messages) == warned
     assert "draft_window" in caplog.text
     assert torch.equal(out, target_of("llama").generate(**inputs, **kwargs, max_new_tokens=40))
-
-
-@pytest.mark.parametrize("window", [0, -1, 2.5, "wide", True])
-def test_windows_that_are_none(window: Any) -> None:
-    with (
-        configured(drafter_of("llama"), draft_window=window) as eagle,
-        pytest.raises(ConfigurationError, match="draft_window"),
-    ):
-        target_of("llama").generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, assistant_model=eagle)
 
 
 @pytest.mark.parametrize("name", ["plain", "speculators"])

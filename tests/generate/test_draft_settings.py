@@ -51,22 +51,28 @@ def test_trees_have_the_size_asked_for_which_alone_asks_for_a_tree() -> None:
         ("num_assistant_tokens", 0), ("draft_top_k", 0), ("draft_tree_size", 1),
         ("speculation_loop", "fast"), ("acceleration", "warp"), ("num_assistant_tokens_schedule", "guess"),
         ("draft_min_confidence", 1.5), ("draft_min_confidence", "low"), ("prefill_chunk_size", -3),
-        ("prefill_chunk_size", "four"), ("draft_top_k", 97), ("draft_top_k", True),
+        ("prefill_chunk_size", "four"), ("draft_top_k", True), ("draft_top_k", -1), ("draft_window", 0),
+        ("draft_window", 2.5), ("draft_window", "wide"), ("draft_window", True), ("cache_type", "int2"),
+        ("speculation_loop", "stock"),
     ],
 )  # fmt: skip
-def test_settings_that_make_no_sense(field: str, value: Any) -> None:
-    with configured(drafter_of("llama"), **{field: value}) as drafter, pytest.raises(ConfigurationError, match=field):
-        greedy("llama", one(), assistant_model=drafter)
+def test_settings_that_make_no_sense_are_refused_where_they_are_set(field: str, value: Any) -> None:
+    config = drafter_of("llama").generation_config
+    before = getattr(config, field)
+    for made in (lambda: Eagle31GenerationConfig(**{field: value}), lambda: setattr(config, field, value)):
+        with pytest.raises(ConfigurationError, match=field):
+            made()
+    assert getattr(config, field) == before
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"draft_top_k": 1, "draft_tree_size": 7}, "draft_tree_size is 7 and draft_top_k 1"),
-        ({"speculation_loop": "stock"}, "speculation_loop stock went in 0.2.0: leave it at 'auto'"),
+        ({"draft_top_k": 97}, "draft_top_k is 97, more than the 96 tokens"),
     ],
 )
-def test_settings_that_contradict_each_other_or_went(fields: dict[str, Any], said: str) -> None:
+def test_settings_that_contradict_each_other_or_the_drafter(fields: dict[str, Any], said: str) -> None:
     with configured(drafter_of("llama"), **fields) as drafter, pytest.raises(ConfigurationError, match=said):
         greedy("llama", one(), assistant_model=drafter)
 
