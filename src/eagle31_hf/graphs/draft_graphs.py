@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ..drafting.host_numbers import on_device
 from ..drafting.shape import DraftShape
 from ..sampling.draw import argmax, choose, likeliest
 from ..sampling.logits_processing import DraftWarping
-from .fixed_cache import FixedShapeCache, GraphInputs, padded, padded_mask
+from .fixed_cache import FixedShapeCache, GraphInputs, padded
 from .graphs import Graphs
 from .steps import GraphKey
 
@@ -68,13 +68,11 @@ def draft_step(
     feedback: Tensor,
     slots: Tensor,
     rotary: Rotary,
-    mask: Tensor | None,
+    ancestors: Tensor | None,
     cache: FixedShapeCache,
 ) -> DraftState:
-    """Of `T` positions of one depth; without a mask they are a chain's."""
-    cache.at(slots)
-    if mask is None:
-        mask = cache.mask(feedback.dtype)
+    """Of `T` positions of one depth, which see what `FixedShapeCache.mask` says."""
+    mask = cache.at(slots).mask(feedback.dtype, ancestors)
     out = drafter.decode(drafter.embed(tokens), feedback, rotary, mask, cache)
     return DraftState(drafter.draft_logits(out.normed), out.feedback)
 
@@ -193,9 +191,8 @@ class DraftInGraph:
     ) -> DraftState:
         """As `DraftSession.step`."""
         slots, here = self._slots[:, after : after + tokens.shape[1]], slice(depth, depth + 1)
-        mask = self._cache.at(slots).mask(feedback.dtype, ancestors)
         rotary = self._cos[:, here], self._sin[:, here]
-        state = draft_step(self.drafter, tokens, feedback, slots, rotary, mask, self._cache)
+        state = draft_step(self.drafter, tokens, feedback, slots, rotary, ancestors, self._cache)
         if depth == 0:
             self.checked = state.logits
         return state
@@ -278,20 +275,17 @@ class CompiledDrafting:
         self.session.cache.place(size, after=after)
         if not self.inputs.make_room(after + width):
             return eager()
-        mask: Any = None  # of a chain, whose mask the graph makes itself
         if ancestors is not None:
-            mask = self.session.cache.attention_mask(ancestors, dtype=self.session.dtype)
-        if mask is not None:
-            mask = padded_mask(mask, rows, width, self.inputs.num_slots)
+            ancestors = padded(ancestors, width, after + width)
         output = self.graphs.run_or_eager(
-            GraphKey("step", rows, width, (self.inputs.num_slots, mask is not None)),
+            GraphKey("step", rows, width, (self.inputs.num_slots, None if ancestors is None else after)),
             partial(draft_step, self.drafter),
             lambda: (
                 padded(tokens, width),
                 padded(feedback, width, feedback.shape[-1]),
                 self.inputs.slots(width, after=after),
                 self.session.rotary_at(depth),
-                mask,
+                ancestors,
                 self.inputs.fixed,
             ),
             eager,

@@ -315,8 +315,3 @@ def padded(tensor: Tensor, *sizes: int, value: float = 0.0) -> Tensor:
     if not any(missing):
         return tensor
     return F.pad(tensor, [pad for size in reversed(missing) for pad in (0, size)], value=value)
-
-
-def padded_mask(mask: Tensor, rows: int, nodes: int, slots: int) -> Tensor:
-    """A mask `(B or 1, 1, n, s)` as `(B, 1, nodes, slots)`, with what is added hidden."""
-    return padded(mask.expand(rows, -1, -1, -1), nodes, slots, value=torch.finfo(mask.dtype).min)

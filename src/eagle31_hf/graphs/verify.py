@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..cache.graph_sizes import node_bucket
@@ -27,7 +28,7 @@ from ..cache.state_tape import LastNodes, make_moves
 from ..cache.states import BlockTrace, StateLayer, settle_states, state_moves
 from ..drafting.draft_tree import DraftTree
 from ..targets.binding import TargetBinding, TargetOutput, Verification
-from .fixed_cache import CommittedStates, FixedShapeCache, GraphInputs, padded, padded_mask
+from .fixed_cache import CommittedStates, FixedShapeCache, GraphInputs, padded
 from .graphs import Graphs
 from .steps import GraphKey, buffers_of
 
@@ -146,12 +147,20 @@ class CompiledVerification:
         )
 
     def _masks(self, tree: DraftTree, nodes: int) -> Masks:
-        mask, widths = self.eager.mask(tree), self.inputs.mask_widths
+        mask, widths, hidden = (
+            self.eager.mask(tree),
+            self.inputs.mask_widths,
+            torch.finfo(self.binding.compute_dtype).min,
+        )
+
+        def filled(mask: Tensor, width: int) -> Tensor:
+            return padded(mask.expand(len(tree.tokens), -1, -1, -1), nodes, width, value=hidden)
+
         assert mask is not None, "single tokens, which go without a mask, stay eager"
         if isinstance(mask, Tensor):
             (width,) = widths.values()
-            return padded_mask(mask, len(tree.tokens), nodes, width)
-        return {kind: padded_mask(mask[kind], len(tree.tokens), nodes, width) for kind, width in widths.items()}  # type: ignore[arg-type]
+            return filled(mask, width)
+        return {kind: filled(mask[kind], width) for kind, width in widths.items()}  # type: ignore[arg-type]
 
 
 def _verify(
