@@ -11,6 +11,7 @@ import importlib.util
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -44,8 +45,35 @@ class _Request:
     margin_bytes: int
     asked: Mapping[str, Any]
 
-    def plan(self, settings: MemorySettings) -> MemoryPlan:
-        return MemoryPlan(self.target, self.drafter, self.card, settings, self.margin_bytes)
+    @cached_property
+    def candidates(self) -> list[MemoryPlan]:
+        """All that may be chosen, best first: speed before fidelity, and the drafter given up last."""
+        asked = self.asked
+
+        def tried(name: str, choices: tuple) -> tuple:
+            return (asked[name],) if name in asked else choices
+
+        able = STORED_TYPES if self.target.forward.takes_eight_bits else STORED_TYPES[:1]
+        caches, chunks = tried("cache_type", able), tried("prefill_chunk", PREFILL_CHUNKS)
+        precisions = tried("drafter_precision", DRAFTER_PRECISIONS)
+        choices = list(product(caches, precisions, tried("draft_tokens", (None, SHORT_DRAFT_TOKENS)), chunks))
+        if "draft_tokens" not in asked:
+            choices += product(caches, ("full",), [0], chunks)
+        found = []
+        for cache, precision, depth, chunk in choices:
+            settings = MemorySettings(
+                asked["context"], asked["batch"], cache_type=cache, drafter_precision=precision, prefill_chunk=chunk
+            )
+            settings = _with_draft(self, depth, settings)
+            found.append(MemoryPlan(self.target, self.drafter, self.card, settings, self.margin_bytes))
+        return found
+
+    def choose(self) -> MemoryPlan:
+        """The first that fits; if none does, the last and smallest."""
+        first, smallest = self.candidates[0], self.candidates[-1]
+        if not (first.fits or smallest.fits):
+            return smallest
+        return next(plan for plan in self.candidates if plan.fits)
 
 
 def plan_memory(
@@ -117,7 +145,7 @@ def plan_memory(
         margin_bytes=_checked_margin(margin, found_card),
         asked={name: value for name, value in asked.items() if value is not None},
     )
-    plan = _choose(request)
+    plan = request.choose()
     if not plan.fits:
         plan = replace(plan, alternatives=_alternatives(request, target, attention))
     return replace(
@@ -207,35 +235,6 @@ def _warnings(target: TargetFacts, card: Card, context: int) -> list[str]:
 # --- deciding ---------------------------------------------------------------------------------------------------------
 
 
-def _choose(request: _Request) -> MemoryPlan:
-    """The first settings that fit; if none do, the last and smallest of them."""
-    first, *others = map(request.plan, _candidates(request))
-    if first.fits or not others:
-        return first
-    smallest = others[-1]
-    return next(plan for plan in others if plan.fits) if smallest.fits else smallest
-
-
-def _candidates(request: _Request) -> list[MemorySettings]:
-    """All settings, best first: speed before fidelity, and the drafter given up last."""
-    asked = request.asked
-
-    def tried(name: str, choices: tuple) -> tuple:
-        return (asked[name],) if name in asked else choices
-
-    able = STORED_TYPES if request.target.forward.takes_eight_bits else STORED_TYPES[:1]
-    caches, chunks = tried("cache_type", able), tried("prefill_chunk", PREFILL_CHUNKS)
-    precisions = tried("drafter_precision", DRAFTER_PRECISIONS)
-    choices = list(product(caches, precisions, tried("draft_tokens", (None, SHORT_DRAFT_TOKENS)), chunks))
-    if "draft_tokens" not in asked:
-        choices += product(caches, ("full",), [0], chunks)
-    base = MemorySettings(asked["context"], asked["batch"])
-    return [
-        _with_draft(request, depth, replace(base, cache_type=cache, drafter_precision=precision, prefill_chunk=chunk))
-        for cache, precision, depth, chunk in choices
-    ]
-
-
 def _with_draft(request: _Request, depth: int | None, settings: MemorySettings) -> MemorySettings:
     """With the largest draft of a round, as a drafter's settings have it: for greedy texts and for sampled ones.
 
@@ -281,21 +280,18 @@ def _longest_context(plan: MemoryPlan) -> int:
 def _longest_by_cache(request: _Request) -> tuple[tuple[str, int], ...]:
     """Of the smallest chunks and drafts, by type of the cache; packed drafters take room to be unpacked, so any may be
     the smallest."""
-    drafting = [each for each in _candidates(request) if each.speculates]
-    if not drafting:
-        return ()
-    last = drafting[-1]
+    drafting = [plan for plan in request.candidates if plan.settings.speculates]
     longest: dict[str, int] = {}
-    for each in drafting:
-        if (each.draft_tokens, each.prefill_chunk) == (last.draft_tokens, last.prefill_chunk):
-            fits = _longest_context(request.plan(each))
-            longest[each.cache_type] = max(fits, longest.get(each.cache_type, 0))
+    for plan in drafting:
+        kind, last = plan.settings.cache_type, drafting[-1].settings
+        if (plan.settings.draft_tokens, plan.settings.prefill_chunk) == (last.draft_tokens, last.prefill_chunk):
+            longest[kind] = max(_longest_context(plan), longest.get(kind, 0))
     return tuple(longest.items())
 
 
 def _given_up(request: _Request, plan: MemoryPlan) -> tuple[str, ...]:
     """What the first candidate had and the chosen one has not."""
-    wanted, got = request.plan(_candidates(request)[0]), plan.settings
+    wanted, got = request.candidates[0], plan.settings
     best, said = wanted.settings, []
     if best.speculates and not got.speculates:
         said.append("the drafter, so there are no drafts")
@@ -317,31 +313,28 @@ def _given_up(request: _Request, plan: MemoryPlan) -> tuple[str, ...]:
 def _alternatives(request: _Request, target: Any, attention: str | None) -> tuple[Alternative, ...]:
     """Nearby plans that fit: a shorter context, a smaller quantisation, a larger card."""
     found = []
-    shorter = _longest_context(request.plan(_candidates(request)[-1]))
-    if shorter:
+    if shorter := _longest_context(request.candidates[-1]):
         found.append(Alternative("context", f"{shorter:,}"))
-    smaller = _smaller_quantization(request, target, attention)
+    packed = (
+        {}
+        if request.target.loaded
+        else {
+            name: replace(request, target=read_target(target, scheme(name), attention=attention))
+            for name in _SMALLER_SCHEMES
+        }
+    )
+    weights = request.target.weights.total
+    fitting = (name for name, each in packed.items() if each.target.weights.total < weights and each.choose().fits)
+    smaller, larger = next(fitting, None), _larger_card(request)
     if smaller:
         found.append(Alternative("quantization", smaller))
-    larger = _larger_card(request)
     if larger:
         found.append(Alternative("card", larger))
-    if not smaller and not request.target.loaded:  # both at once
-        packed = read_target(target, scheme(_SMALLER_SCHEMES[-1]), attention=attention)
-        if (card := _larger_card(replace(request, target=packed))) not in (None, larger):
-            found.append(Alternative("card", f"{card} with quantization {_SMALLER_SCHEMES[-1]}"))
+    if packed and not smaller:  # both at once
+        name = _SMALLER_SCHEMES[-1]
+        if (card := _larger_card(packed[name])) not in (None, larger):
+            found.append(Alternative("card", f"{card} with quantization {name}"))
     return tuple(found)
-
-
-def _smaller_quantization(request: _Request, target: Any, attention: str | None) -> str | None:
-    if request.target.loaded:
-        return None
-    for name in _SMALLER_SCHEMES:
-        facts = read_target(target, scheme(name), attention=attention)
-        smaller = facts.weights.total < request.target.weights.total
-        if smaller and _choose(replace(request, target=facts)).fits:
-            return name
-    return None
 
 
 def _larger_card(request: _Request) -> str | None:
@@ -349,6 +342,6 @@ def _larger_card(request: _Request) -> str | None:
     for card in by_size:
         if card.usable_bytes <= request.card.usable_bytes or _unpacked_reason(request.target.quantization, card):
             continue
-        if _choose(replace(request, card=card, margin_bytes=card.default_margin_bytes)).fits:
+        if replace(request, card=card, margin_bytes=card.default_margin_bytes).choose().fits:
             return card.name
     return None
