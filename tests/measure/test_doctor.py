@@ -21,7 +21,6 @@ from eagle31_hf.measure.bench import Bench
 from eagle31_hf.measure.doctor import CONVERSATIONS as OF_MANY_KINDS
 from eagle31_hf.measure.doctor import (
     DEPTH,
-    Written,
     drift_finding,
     examine,
     preflight,
@@ -32,6 +31,7 @@ from eagle31_hf.measure.drift import CONDITIONS, SINK_TOKENS, DriftCurve, Observ
 from eagle31_hf.measure.exactness import Kind, Verdict
 from eagle31_hf.measure.plots import plot_drift
 from eagle31_hf.measure.readings import (
+    ReadingScore,
     Subject,
     VocabularyScore,
     mean_over_tokens,
@@ -40,6 +40,7 @@ from eagle31_hf.measure.readings import (
     score_readings,
     score_vocabulary,
 )
+from eagle31_hf.texts.chats import encode_chat
 from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded
 
 NEW_TOKENS = 40
@@ -55,46 +56,41 @@ def tokenizer() -> Any:
     return hf.AutoTokenizer.from_pretrained(target_path())
 
 
-def encode(tokenizer: Any, conversation: Any) -> dict[str, Tensor]:
-    encoded = tokenizer.apply_chat_template(
-        conversation, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    return {key: encoded[key] for key in ("input_ids", "attention_mask")}
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> list[Tensor]:
+    return [torch.tensor(encode_chat(tokenizer, conversation)) for conversation in CONVERSATIONS]
+
+
+def write(target: Any, prompt: Tensor, new_tokens: int = NEW_TOKENS, **kwargs: Any) -> Tensor:
+    mask = torch.ones_like(prompt)[None]
+    out = target.generate(prompt[None], attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, **kwargs)
+    return out[0]
 
 
 @pytest.fixture(scope="module")
-def prompts(tokenizer: Any) -> list[dict[str, Tensor]]:
-    return [encode(tokenizer, conversation) for conversation in CONVERSATIONS]
-
-
-@pytest.fixture(scope="module")
-def written(target: Any, prompts: list[dict[str, Tensor]]) -> list[Tensor]:
-    return [target.generate(**prompt, do_sample=False, max_new_tokens=NEW_TOKENS)[0] for prompt in prompts]
+def written(target: Any, prompts: list[Tensor]) -> list[Tensor]:
+    return [write(target, prompt) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
 def many(target: Any, tokenizer: Any) -> list[TargetText]:
     """What the doctor reads of the embedded pair unless told otherwise: small differences take that much."""
-    prompts = [encode(tokenizer, conversation) for conversation in [*CONVERSATIONS, *OF_MANY_KINDS]]
+    prompts = [torch.tensor(encode_chat(tokenizer, each)) for each in [*CONVERSATIONS, *OF_MANY_KINDS]]
     drafter = attached(target)
-    written = [target.generate(**p, do_sample=False, max_new_tokens=48, assistant_model=drafter)[0] for p in prompts]
-    written += both(drafter, prompts, new_tokens=48, temperature=1.0).texts
-    return [text for text in texts_for(drafter, written, prompts * 2) if len(text.starts(DEPTH)) > 0]
-
-
-def both(drafter: Eagle31Drafter, prompts: list[dict[str, Tensor]], **kwargs: Any) -> Written:
-    return write_both(drafter, [prompt["input_ids"][0] for prompt in prompts], **kwargs)
+    written = [write(target, prompt, 48, assistant_model=drafter) for prompt in prompts]
+    written += write_both(drafter, prompts, new_tokens=48, temperature=1.0).texts
+    return texts_for(drafter, written, prompts * 2)
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_the_loop_without_drafts_has_graphs_where_the_drafter_has(
-    target: Any, prompts: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch, has_graphs: bool
+    target: Any, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch, has_graphs: bool
 ) -> None:
     """Else a verdict on drafts would be one on graphs: `demo` keeps those of both, for drafts of another length."""
     drafter, seen, run = attached(target), [], Bench.run
     monkeypatch.setattr(doctor, "has_graphs", lambda *_: has_graphs)
     monkeypatch.setattr(Bench, "run", lambda bench: seen.extend(bench.settings.methods) or run(bench))
-    both(drafter, prompts[:1], new_tokens=4)
+    write_both(drafter, prompts[:1], new_tokens=4)
     assert [method.by_graphs for method in seen] == [False, None if has_graphs else False, None]
 
 
@@ -111,28 +107,30 @@ def attached(target: Any, **fields: Any) -> Eagle31Drafter:
     return Eagle31Drafter.from_checkpoint(checkpoint).eval().attach(target)
 
 
-def texts_for(drafter: Eagle31Drafter, written: list[Tensor], prompts: list[dict[str, Tensor]]) -> list[TargetText]:
-    binding = drafter.binding
-    everything = range(len(binding.layers) + 1)
-    return [
-        read_text(binding, ids, prompt["input_ids"].shape[1], everything)
-        for ids, prompt in zip(written, prompts, strict=True)
-    ]
+def texts_for(drafter: Eagle31Drafter, written: list[Tensor], prompts: list[Tensor]) -> list[TargetText]:
+    """Those that are long enough to draft from."""
+    everything = range(len(drafter.binding.layers) + 1)
+    pairs = zip(written, prompts, strict=True)
+    texts = [read_text(drafter.binding, ids, len(prompt), everything) for ids, prompt in pairs]
+    return [text for text in texts if len(text.starts(DEPTH)) > 0]
+
+
+def scored(drafter: Eagle31Drafter, texts: list[TargetText]) -> list[ReadingScore]:
+    """All other readings, the best first."""
+    return score_readings(drafter, texts, other_readings(drafter.config, len(drafter.binding.layers)), depth=DEPTH)
 
 
 # --- replay -----------------------------------------------------------------------------------------------------------
 
 
-def test_replay_accepts_what_generate_accepts(
-    target: Any, written: list[Tensor], prompts: list[dict[str, Tensor]]
-) -> None:
+def test_replay_accepts_what_generate_accepts(target: Any, written: list[Tensor], prompts: list[Tensor]) -> None:
     """Walking over a known text, round by round, meets the very rounds that generating it took."""
     drafter = attached(target)
     drafter.generation_config.num_assistant_tokens = DEPTH
     drafter.generation_config.num_assistant_tokens_schedule = "constant"
-    for prompt, ids, text in zip(prompts, written, texts_for(drafter, written, prompts), strict=True):
-        again = target.generate(**prompt, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=drafter)[0]
-        assert torch.equal(again, ids)
+    for prompt, ids in zip(prompts, written, strict=True):
+        assert torch.equal(write(target, prompt, assistant_model=drafter), ids)
+        text = read_text(drafter.binding, ids, len(prompt), drafter.binding.aux_layers)
         accepted = replay(drafter, text, depth=DEPTH).accepted.tolist()
         counts, start = [], 0
         while start < len(accepted):
@@ -178,20 +176,14 @@ def test_drift_is_where_the_drafter_looks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("planted", "named"), [({"norm_output": False}, {"norm_output": True}), ({}, None)])
+@pytest.mark.parametrize("planted", [{"norm_output": False}, {}], ids=str)
 def test_a_large_fault_is_named_by_few_texts(
-    planted: dict[str, Any],
-    named: dict[str, Any] | None,
-    target: Any,
-    written: list[Tensor],
-    prompts: list[dict[str, Tensor]],
+    planted: dict[str, Any], target: Any, written: list[Tensor], prompts: list[Tensor]
 ) -> None:
     drafter = attached(target, **planted)
-    texts = [text for text in texts_for(drafter, written, prompts) if len(text.starts(DEPTH)) > 0]
-    readings = other_readings(drafter.config, len(drafter.binding.layers))
-    best = score_readings(drafter, texts, readings, depth=DEPTH)[0]
+    best = scored(drafter, texts_for(drafter, written, prompts))[0]
     assert best.is_better == bool(planted)
-    assert best.reading.fields == named or not planted
+    assert best.reading.fields == {"norm_output": True} or not planted
 
 
 @pytest.mark.slow
@@ -207,9 +199,7 @@ def test_a_large_fault_is_named_by_few_texts(
 def test_a_wrong_configuration_is_named(
     planted: dict[str, Any], named: dict[str, Any], target: Any, many: list[TargetText]
 ) -> None:
-    drafter = attached(target, **planted)
-    readings = other_readings(drafter.config, len(drafter.binding.layers))
-    best = score_readings(drafter, many, readings, depth=DEPTH)[0]
+    best = scored(attached(target, **planted), many)[0]
     assert best.is_better
     assert best.reading.fields == named
 
@@ -218,10 +208,8 @@ def test_a_wrong_configuration_is_named(
 @pytest.mark.thorough
 def test_the_right_configuration_is_left_alone(target: Any, many: list[TargetText]) -> None:
     drafter = attached(target)
-    readings = other_readings(drafter.config, len(drafter.binding.layers))
-    assert not [score for score in score_readings(drafter, many, readings, depth=DEPTH) if score.is_better]
-    replays = [replay(drafter, text, depth=DEPTH) for text in many]
-    assert not score_vocabulary(drafter, many, replays).is_wrong
+    assert not any(score.is_better for score in scored(drafter, many))
+    assert not score_vocabulary(drafter, many, [replay(drafter, text, depth=DEPTH) for text in many]).is_wrong
 
 
 def test_each_token_counts_alike_and_the_error_is_that_of_texts() -> None:
@@ -236,7 +224,7 @@ def test_each_token_counts_alike_and_the_error_is_that_of_texts() -> None:
 
 @pytest.mark.parametrize("plant", ["shifted", "ids for offsets"])
 def test_a_wrong_draft_vocabulary_is_named(
-    plant: str, target: Any, written: list[Tensor], prompts: list[dict[str, Tensor]]
+    plant: str, target: Any, written: list[Tensor], prompts: list[Tensor]
 ) -> None:
     drafter = attached(target)
     if plant == "shifted":
@@ -306,30 +294,30 @@ def test_a_text_that_is_not_the_targets_is_a_problem(
 
 
 def test_doctor_and_benchmark_have_one_rule_for_ties(
-    target: Any, prompts: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+    target: Any, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = attached(target)
     parting(monkeypatch, target)
     for kind, is_exact in ((Kind.TIE, True), (Kind.DIFFERENT, False)):
         judged = Verdict(kind, position=11, logit_gap=0.2, rounding=0.125)
         monkeypatch.setattr("eagle31_hf.measure.bench.judge", lambda *_, judged=judged, **__: judged)
-        written = both(drafter, prompts[:1], new_tokens=12)
+        written = write_both(drafter, prompts[:1], new_tokens=12)
         assert written.is_exact is is_exact
         assert written.result.differences == {"0": judged}
 
 
 def test_sampled_texts_are_compared_under_one_seed(
-    target: Any, prompts: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+    target: Any, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter, generate = attached(target), target.generate
     before = torch.get_rng_state()
-    honest = both(drafter, prompts[:3], new_tokens=20, temperature=1.0)
+    honest = write_both(drafter, prompts[:3], new_tokens=20, temperature=1.0)
     assert honest.is_exact
     assert honest.result.differences == {}
     assert honest.tokens_per_pass > 1.3
-    greedy = both(drafter, prompts[:1], new_tokens=20)
+    greedy = write_both(drafter, prompts[:1], new_tokens=20)
     assert not torch.equal(honest.texts[0], greedy.texts[0])
-    assert torch.equal(greedy.texts[0][: prompts[0]["input_ids"].shape[1]], prompts[0]["input_ids"][0])
+    assert torch.equal(greedy.texts[0][: len(prompts[0])], prompts[0])
     assert torch.equal(torch.get_rng_state(), before)
 
     def another_draw(**arguments: Any) -> Tensor:
@@ -338,7 +326,7 @@ def test_sampled_texts_are_compared_under_one_seed(
         return generate(**arguments)
 
     monkeypatch.setattr(target, "generate", another_draw)
-    wrong = both(drafter, prompts[:1], new_tokens=20, temperature=1.0)
+    wrong = write_both(drafter, prompts[:1], new_tokens=20, temperature=1.0)
     assert not wrong.is_exact, "of the same distribution, but not the text of that seed"
 
 
