@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_training import drafted_along
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError
@@ -16,7 +17,6 @@ from eagle31_hf.training.data import (
     Document,
     PackedBatch,
     PackedDocuments,
-    collate,
     pack_row,
 )
 from eagle31_hf.training.objectives import TOKEN_WEIGHT, AcceptanceModel, cross_entropy, require_stage_two
@@ -85,7 +85,7 @@ def written_by(target: Any, name: str, temperature: float) -> Document:
 def test_the_objective_is_that_of_drafting_from_every_written_token(target: Any, drafter: Eagle31Drafter) -> None:
     model = AcceptanceModel(drafter, steps=STEPS)
     documents = [written_by(target, "sampled", 1.0), written_by(target, "greedy", 0.0)]
-    batch = PackedBatch(**collate([pack_row([*documents, document("given", 6, None, None)], 42)]))
+    batch = PackedBatch(**default_collate([pack_row([*documents, document("given", 6, None, None)], 42)]))
     with torch.no_grad():
         found = model(**vars(batch))
         expected, losses = zip(*(by_hand(drafter, each) for each in documents), strict=True)
@@ -110,7 +110,7 @@ def test_what_stage_two_cannot_learn_from_is_told(target: Any, monkeypatch: pyte
 
 def test_a_batch_without_a_written_token_gives_no_gradient(drafter: Eagle31Drafter) -> None:
     rows = PackedDocuments([document("given", 9, None, None)], 12, seed=0)
-    output = AcceptanceModel(drafter, steps=2)(**collate([rows[0]]))
+    output = AcceptanceModel(drafter, steps=2)(**default_collate([rows[0]]))
     output.loss.backward()
     assert output.loss.item() == 0
     assert output.figures == {}

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import default_collate
 
-from eagle31_hf.training.data import Document, PackedDocuments, collate, pack
+from eagle31_hf.training.data import Document, PackedDocuments, pack
 from eagle31_hf.training.objectives import compute_features
 from families import recurrent_target
 from helpers import random_drafter
@@ -36,7 +37,7 @@ def test_packed_documents_do_not_see_each_other(family: str, target, drafter) ->
         for i, length in enumerate((9, 5, 7, 6))
     ]
     data = PackedDocuments(documents, 16, seed=1)
-    rows = collate([data[i] for i in range(len(data))])
+    rows = default_collate([data[i] for i in range(len(data))])
     packed = compute_features(drafter.binding, rows["input_ids"], rows["position_ids"])
     for index, numbers in enumerate(data.rows):
         start = 0

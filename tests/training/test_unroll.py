@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_training import ROW, batch_of, drafted_along, make_documents, make_drafter, make_target
+from torch.utils.data import default_collate
 from transformers import LlamaForCausalLM
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.training import objectives
-from eagle31_hf.training.data import Document, PackedDocuments, collate
+from eagle31_hf.training.data import Document, PackedDocuments
 from eagle31_hf.training.objectives import (
     DistillationModel,
     answering,
@@ -53,7 +54,7 @@ def test_vectorised_loss_equals_a_loop_over_inference(target, fields: dict, monk
 def test_gradient_checkpointing_and_blocks_change_no_gradient(target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = make_drafter(target)
     model = DistillationModel(drafter, steps=3)
-    inputs = collate([PackedDocuments(make_documents(), ROW, seed=0)[0]])
+    inputs = default_collate([PackedDocuments(make_documents(), ROW, seed=0)[0]])
     gradients = []
     for enabled, rows_of_a_block in ((False, 10_000), (True, 10_000), (False, 2)):
         model.zero_grad()

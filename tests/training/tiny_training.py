@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.session import DraftSession
-from eagle31_hf.training.data import Document, PackedBatch, PackedDocuments, collate
+from eagle31_hf.training.data import Document, PackedBatch, PackedDocuments
 from eagle31_hf.training.objectives import compute_features
 
 VOCABULARY, DRAFT_VOCABULARY, ROW = 61, 29, 24
@@ -54,7 +55,7 @@ def make_documents(count: int = 12, seed: int = 3) -> list[Document]:
 
 def batch_of(documents: list[Document], rows: int = 3) -> PackedBatch:
     data = PackedDocuments(documents, ROW, seed=0)
-    return PackedBatch(**collate([data[i] for i in range(min(rows, len(data)))]))
+    return PackedBatch(**default_collate([data[i] for i in range(min(rows, len(data)))]))
 
 
 def drafted_along(

@@ -271,11 +271,6 @@ def _fields(document: Document, number: int) -> dict[str, Tensor]:
     }
 
 
-def collate(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Rows `(T, ...)` to a batch `(B, T, ...)`."""
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
 # --- the draft vocabulary ---------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from .. import __version__
 from ..checkpoints.card import RECORD_FILE
@@ -26,7 +27,6 @@ from ..errors import count
 from ..memory.plan import size_text
 from ..stats import USELESS_LENGTH, Acceptance
 from ..targets.devices import now
-from .data import collate
 from .measure import KnownTexts, rounds_of
 from .objectives import DistillationModel
 from .settings import TrainingSettings
@@ -97,10 +97,10 @@ def checkpoint_bytes(drafter: Eagle31Drafter, kept: int) -> int:
     return 12 * kept * sum(p.numel() for p in drafter.parameters())
 
 
-def time_step(model: DistillationModel, rows: Sequence[dict[str, Tensor]], *, bf16: bool) -> float:
+def time_step(model: DistillationModel, rows: list[dict[str, Tensor]], *, bf16: bool) -> float:
     """Seconds of forward and backward over one batch of these rows; the model is left as it was."""
     device = model.drafter.device
-    batch = {name: tensor.to(device) for name, tensor in collate(rows).items()}
+    batch = {name: tensor.to(device) for name, tensor in default_collate(rows).items()}
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):

@@ -20,6 +20,7 @@ import torch
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -28,7 +29,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..errors import CheckpointError, TrainingError, first_line
 from ..stats import Acceptance
 from ..targets.devices import quick_dtype
-from .data import PackedBatch, collate
+from .data import PackedBatch
 from .measure import KnownTexts, TextRounds, paired_error, rounds_of, served_error, served_length
 from .objectives import DistillationModel, Losses
 
@@ -63,8 +64,8 @@ class DistillationTrainer(Trainer):
             model=model,
             args=args,
             train_dataset=train_dataset,
-            eval_dataset=list(known) or None,
-            data_collator=collate,
+            eval_dataset=list(known),
+            data_collator=default_collate,
             callbacks=callbacks,
             optimizers=(MuonWithAdamW(model, lr=args.learning_rate), None),
         )
@@ -140,7 +141,7 @@ class DistillationTrainer(Trainer):
 
     def measure_best(self) -> dict[str, Acceptance]:
         """Greedy acceptance by category of the drafter that training ended with: the last, or a better one."""
-        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        best = self.state.best_global_step
         return by_category((self._rounds[best] if best in self._rounds else self.measure())[0])
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
