@@ -68,18 +68,6 @@ def test_grown_trees_are_consistent(tree: DraftTree) -> None:
     assert_consistent(tree)
 
 
-@given(trees, seeds)
-@settings(max_examples=60, deadline=None)
-def test_path_to_any_node(tree: DraftTree, seed: int) -> None:
-    nodes = torch.randint(0, tree.size, tree.tokens.shape[:1], generator=torch.Generator().manual_seed(seed))
-    path, count = tree.path_to(nodes)
-    assert path.shape == (len(nodes), tree.max_depth + 1)
-    for row, node in enumerate(nodes.tolist()):
-        expected = above(tree.parents[row].tolist(), node)[::-1]
-        assert path[row].tolist() == expected + [0] * (tree.max_depth + 1 - len(expected))
-        assert count[row] == len(expected)
-
-
 @given(st.data(), st.integers(1, 40))
 @settings(max_examples=50, deadline=None)
 def test_ancestors_from_any_parents(data: st.DataObject, size: int) -> None:

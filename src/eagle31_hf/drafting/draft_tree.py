@@ -72,24 +72,6 @@ class DraftTree:
         """Every node has at most one child, so node `i` hangs below node `i - 1`."""
         return self.max_children <= 1
 
-    def path_to(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Root-to-node paths of one node per row.
-
-        Args:
-            nodes: `(B,)` node numbers.
-
-        Returns:
-            `path (B, D+1)`: node numbers from the root down, and `count (B,)`: how many are valid. Entries from
-            `count` on are padding: 0, so that they stay usable as an index.
-        """
-        batch, size = self.tokens.shape
-        on_path = self.ancestors.gather(1, nodes[:, None, None].expand(batch, 1, size)).squeeze(1)  # (B, N)
-        # A path holds one node per depth, so depth is the slot; everything off the path lands in a spare last slot.
-        slots = torch.where(on_path, self.depths, self.max_depth + 1)
-        numbers = torch.arange(size, device=nodes.device).expand(batch, size)
-        path = numbers.new_zeros(batch, self.max_depth + 2).scatter_(1, slots, numbers)
-        return path[:, :-1], on_path.sum(1)
-
 
 @lru_cache(maxsize=64)
 def chain_ancestors(size: int, device: torch.device | str = "cpu") -> Tensor:
@@ -112,15 +94,9 @@ def ancestors_from_parents(parents: Tensor, max_depth: int) -> Tensor:
     """Reachability of parent links, `parents (B, N)` -> `(B, N, N)` bool, by repeated squaring of one step."""
     batch, size = parents.shape
     links = torch.zeros(batch, size, size, device=parents.device).scatter_(2, parents[:, :, None], 1.0)
-    reach = links + torch.eye(size, device=parents.device)  # counts ways to stay and to climb
+    reach = links + torch.eye(size, device=parents.device)  # by no step or one
     steps = 1
     while steps < max_depth:
-        reach = torch.bmm(reach, reach)
+        reach = torch.bmm(reach, reach).clamp_(max=1.0)  # lest the ways to go, which are summed, overflow
         steps *= 2
-        if steps >= MANY_STEPS:
-            reach.clamp_(max=1.0)
     return reach > 0
-
-
-MANY_STEPS = 32
-"""Steps from which on ways, of which there are up to 2 to that power, are no longer counted, lest they overflow."""

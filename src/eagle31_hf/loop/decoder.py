@@ -366,17 +366,13 @@ class SpeculativeDecoder:
         if not staying:
             self.rows = []
         elif len(staying) < len(self.rows) and not self.round.keeps_ended_rows(len(staying)):
-            self.drop_rows(staying)
+            self.rows = [self.rows[b] for b in staying]  # first: caches that do not follow are known by it
+            self.round.select_rows(staying)
 
     def unfinished_rows(self) -> list[int]:
         """Places of the rows that need more tokens."""
         live = set(self.sequences.live_rows())
         return [b for b, row in enumerate(self.rows) if row in live]
-
-    def drop_rows(self, staying: Sequence[int]) -> None:
-        """Go on with the rows at these places."""
-        self.rows = [self.rows[b] for b in staying]  # first: caches that do not follow are known by it
-        self.round.select_rows(staying)
 
     # --- scores that the call wants ------------------------------------------------------------------------------
 

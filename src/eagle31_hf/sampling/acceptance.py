@@ -104,5 +104,9 @@ def accept_chosen(tree: DraftTree, target_choice: Tensor) -> Acceptance:
     # A node is refused if any node above it, itself included but not the root, is not what the target chose.
     refused = (tree.ancestors[:, :, 1:] & mismatch[:, None, 1:]).any(2)
     best = tree.depths.masked_fill(refused, -1).argmax(1)
-    path, length = tree.path_to(best)
-    return Acceptance(path, length, target_choice.gather(1, best[:, None]).squeeze(1))
+    on_path = tree.ancestors.gather(1, best[:, None, None].expand(-1, 1, tree.size)).squeeze(1)  # (B, N)
+    # A path holds one node per depth, so depth is the slot; everything off the path lands in a spare last slot.
+    slots = torch.where(on_path, tree.depths, tree.max_depth + 1)
+    numbers = torch.arange(tree.size, device=best.device).expand_as(slots)
+    path = numbers.new_zeros(len(slots), tree.max_depth + 2).scatter_(1, slots, numbers)[:, :-1]
+    return Acceptance(path, on_path.sum(1), target_choice.gather(1, best[:, None]).squeeze(1))
