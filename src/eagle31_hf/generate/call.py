@@ -25,7 +25,7 @@ from ..targets.prompt_forward import PromptForward
 
 @dataclass
 class AssistedCall:
-    """A `generate` call with an assistant of ours, while transformers prepares it.
+    """A `generate` call with an assistant of ours, as it enters transformers.
 
     Attributes:
         draft_tokens: the `num_assistant_tokens` it asks for; `None`: as many as the drafter's settings say.
@@ -39,62 +39,48 @@ class AssistedCall:
     by_default: bool
     has_begun: bool = False
 
+    @property
+    def must_be_own(self) -> bool:
+        """Whether our loop was asked for by name."""
+        return self.drafter.generation_config.speculation_loop == "own" and not self.by_default
+
 
 @dataclass(frozen=True)
 class Call:
-    """The same with everything prepared.
+    """The same with everything prepared: what transformers hands `_sample`.
 
     Attributes:
-        must_be_own: our loop was asked for by name.
         input_ids: `(B, L)`, left-padded.
-        logits_processor, stopping_criteria: as transformers prepared them, for its own loop.
-        processing, rules: the same two as our loop takes them.
+        logits_processor, stopping_criteria: as transformers' own loop takes them.
         model_inputs: what the model is given beside `input_ids`, mask and cache among it.
     """
 
-    model: Any
-    drafter: Assistant
-    draft_tokens: int | None
-    must_be_own: bool
+    assisted: AssistedCall
     input_ids: Tensor
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
-    processing: ScoreProcessing
-    rules: StopRules
     generation_config: GenerationConfig
     synced_gpus: bool
     streamer: Any
     model_inputs: dict[str, Any]
 
-    @classmethod
-    def read(
-        cls,
-        assisted: AssistedCall,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **given: Any,
-    ) -> Call:
-        """The call that these arguments of `GenerationMixin._sample` were prepared for."""
-        drafter = assisted.drafter
-        return cls(
-            model=assisted.model,
-            drafter=drafter,
-            draft_tokens=assisted.draft_tokens,
-            must_be_own=drafter.generation_config.speculation_loop == "own" and not assisted.by_default,
-            input_ids=input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            processing=ScoreProcessing(logits_processor),
-            rules=StopRules.from_criteria(stopping_criteria, generation_config.max_length),
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            model_inputs={name: value for name, value in given.items() if not name.endswith("tokenizer")},
-        )
+    @property
+    def model(self) -> Any:
+        return self.assisted.model
+
+    @property
+    def drafter(self) -> Assistant:
+        return self.assisted.drafter
+
+    @cached_property
+    def processing(self) -> ScoreProcessing:
+        """The processors as our loop takes them."""
+        return ScoreProcessing(self.logits_processor)
+
+    @cached_property
+    def rules(self) -> StopRules:
+        """The criteria as our loop takes them."""
+        return StopRules.from_criteria(self.stopping_criteria, self.generation_config.max_length)
 
     @property
     def batch_size(self) -> int:
@@ -179,7 +165,7 @@ class Call:
             sampled=self.is_sampled,
             processing=self.processing,
             new_tokens=self.rules.max_length - self.input_ids.shape[1],
-            depth=self.draft_tokens,
+            depth=self.assisted.draft_tokens,
             on_event=on_event,
         )
 

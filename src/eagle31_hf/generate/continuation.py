@@ -24,14 +24,12 @@ from .call import Call, beside_tokens
 
 
 def why_not_continued(call: Call) -> str | None:
-    """Why our rounds cannot go on from this prompt, `None` if they can; the first call of a kind finds it out."""
-    prompts, names = call.prompt_forward, frozenset(beside_tokens(call))
-    if prompts is None:
-        return None
-    known = call.drafter.binding.not_continued
+    """Why our rounds cannot go on from what is beside a prompt's tokens, `None` if they can; the first call of a kind
+    finds it out."""
+    names, known = frozenset(beside_tokens(call)), call.drafter.binding.not_continued
     if names not in known:
         try:
-            known[names] = _try(call, prompts)
+            known[names] = _try(call, PromptForward(call.input_ids, call.padding, call.model_inputs))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -114,11 +114,14 @@ def _dispatching(stock: Callable) -> Callable:
     """`_sample`, to which transformers hands greedy and drawn texts, that writes those we have an assistant for."""
 
     @functools.wraps(stock)  # `generate` reads the signature
-    def sample(self, *args, **kwargs):
+    def sample(self, input_ids, logits_processor, stopping_criteria, generation_config, *others, **given):
+        prepared = input_ids, logits_processor, stopping_criteria, generation_config
         assisted = _of_thread.call
         if assisted is None or assisted.has_begun or assisted.model is not self:
-            return stock(self, *args, **kwargs)
-        return _serve(assisted, Call.read(assisted, *args, **kwargs))
+            return stock(self, *prepared, *others, **given)
+        synced_gpus, streamer = given.pop("synced_gpus", False), given.pop("streamer", None)
+        inputs = {name: value for name, value in given.items() if not name.endswith("tokenizer")}
+        return _serve(Call(assisted, *prepared, synced_gpus, streamer, inputs))
 
     return sample
 
@@ -126,20 +129,20 @@ def _dispatching(stock: Callable) -> Callable:
 # --- serving ----------------------------------------------------------------------------------------------------------
 
 
-def _serve(assisted: AssistedCall, call: Call) -> Any:
+def _serve(call: Call) -> Any:
     """Hand the call to the loop that serves it exactly."""
     why = why_plain(call)
     stats = call.drafter.stats = SpeculationStats(loop="plain" if why else "own", reason=why)
     advise_once(call.input_ids.device)
     _compare_with_plan(call, stats)
     _say_plain(why)
-    assisted.has_begun = True
+    call.assisted.has_begun = True
     if not why:
         try:
             return write_own(call, stats)
         except LeftToPlain as left:
             why = str(left)
-            if call.must_be_own:
+            if call.assisted.must_be_own:
                 raise UnsupportedGenerationError(not_served(why)) from left
             _say_plain(why)
             call = left.call

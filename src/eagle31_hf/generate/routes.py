@@ -43,7 +43,7 @@ def why_plain(call: Call) -> str:
     why = next((why for objection in AGAINST_OWN if (why := objection(call)) is not None), None)
     if why is None:
         return ""
-    if call.must_be_own:
+    if call.assisted.must_be_own:
         raise UnsupportedGenerationError(not_served(why))
     return why if settings.stored_cache_type == "full" else f"{why}; cache_type is not used there"
 
@@ -151,18 +151,21 @@ def _a_chunk_of_one_token(call: Call) -> str | None:
     return f"prefill_chunk_size={chunk} leaves a single token for a last chunk, and layers of the target keep states"
 
 
-def _inputs_we_know_nothing_of(call: Call) -> str | None:
-    """Inputs that our loop would not hand on."""
+def _inputs_beside_tokens(call: Call) -> str | None:
+    """Inputs that our loop would not hand on, or could not go on from; whether it can is tried last."""
     given = beside_tokens(call)
+    names = ", ".join(given)
+    if not given:
+        if call.cached_length and _has_placeholders(call):
+            return "the prompt's pictures are in the cache that was passed, and our loop might have to read them again"
+        return None
     if others := [name for name in given if name not in {*READ_WITH_THE_PROMPT, "position_ids"}]:
         return f"the model is given {', '.join(others)}, which our loop does not hand on"
-    if given and call.cached_length:
-        return f"the model is given {', '.join(given)} behind a cache that holds text already"
-    if given and call.generation_config.prefill_chunk_size is not None:
-        return f"the model is given {', '.join(given)}, which our loop does not read in chunks"
-    if call.cached_length and _has_placeholders(call):
-        return "the prompt's pictures are in the cache that was passed, and our loop might have to read them again"
-    return None
+    if call.cached_length:
+        return f"the model is given {names} behind a cache that holds text already"
+    if call.generation_config.prefill_chunk_size is not None:
+        return f"the model is given {names}, which our loop does not read in chunks"
+    return why_not_continued(call)
 
 
 def _has_placeholders(call: Call) -> bool:
@@ -196,9 +199,8 @@ AGAINST_OWN: tuple[Callable[[Call], str | None], ...] = (
     _what_the_target_cannot,
     _foreign_cache,
     _a_chunk_of_one_token,
-    _inputs_we_know_nothing_of,
     _what_sees_a_batch_as_one,
-    why_not_continued,
+    _inputs_beside_tokens,
 )
 """Why our loop must not have a call, `None` if it may; the first one is the reason that is given."""
 

@@ -145,7 +145,9 @@ def warm_up_for(call: Call) -> str:
     if not isinstance(drafter, Eagle31Drafter):  # graphs verify, and choose no tokens
         processing, sampled = ScoreProcessing(LogitsProcessorList()), False
     pair = Pair.of(drafter)
-    shape = draft_shape(drafter, rows=call.batch_size, sampled=sampled, depth=call.draft_tokens, by_graphs=True)
+    shape = draft_shape(
+        drafter, rows=call.batch_size, sampled=sampled, depth=call.assisted.draft_tokens, by_graphs=True
+    )
     if why := why_unsuited(pair, shape, processing):
         return why
     if call.batch_size > 1:
