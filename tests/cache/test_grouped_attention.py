@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -129,24 +130,13 @@ def test_what_is_hidden_stays_finite_in_the_kernels_arithmetic(dtype):
 def test_a_device_is_tried_before_keys_are_shared_out(
     found: Any, works: bool, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device, tries = torch.device("cuda", 0), []
-
-    def measured(_device: torch.device) -> float:
-        tries.append(1)
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    monkeypatch.setattr(in_parts, "TRIED", {})
+    measured = mock.Mock(side_effect=[found])
     monkeypatch.setattr(in_parts, "_difference_on", measured)
-    for _ in range(2):
-        in_parts.try_on(device)
-    assert {device: works} == in_parts.TRIED
-    assert len(tries) == 1
+    in_parts.is_right_on.cache_clear()
+    assert [in_parts.is_right_on(torch.device("cuda", 0)) for _ in range(2)] == [works, works]
     assert said in caplog.text
     assert bool(caplog.text) != works
-    in_parts.try_on(torch.device("cpu"))
-    assert len(tries) == 1
+    in_parts.is_right_on.cache_clear()
 
 
 def test_the_trial_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..errors import first_line
 from .torch_internals import attention_and_sums
 
 logger = logging.getLogger(__name__)
@@ -28,31 +29,24 @@ BLOCK_QUERIES, BLOCK_KEYS = 64, 128
 MASK_ALIGNMENT = 16
 """Slots that CUDA's kernels want a mask's rows to be a multiple of."""
 
+LARGEST_DIFFERENCE = 0.05
+"""Of results whose elements are about 1, in 16 bits: a wrong weight of a part is off by more."""
 
-TRIED: dict[torch.device, bool] = {}
-"""Where sharing out was tried, and whether it gave what one kernel gives."""
 
-
-def try_on(device: torch.device) -> None:
-    """Find out once whether keys can be shared out on a CUDA device: what the kernel gives is no promise of torch's."""
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    if device.type != "cuda" or device in TRIED:
-        return
-    TRIED[device] = False  # other threads need not wait
+@lru_cache
+def is_right_on(device: torch.device) -> bool:
+    """Whether a CUDA device gives with keys shared out what it gives without, found out once: what the kernel returns
+    is no promise of torch's."""
     try:
         error = _difference_on(device)
     except RuntimeError as failure:
-        why = (str(failure).splitlines() or [""])[0]
+        why = first_line(failure)
     else:
-        TRIED[device] = error < LARGEST_DIFFERENCE
+        if error < LARGEST_DIFFERENCE:
+            return True
         why = f"its result differs by {error:.2g}"
-    if not TRIED[device]:
-        logger.warning("eagle31: keys are not shared out among the multiprocessors of %s: %s", device, why)
-
-
-LARGEST_DIFFERENCE = 0.05
-"""Of results whose elements are about 1, in 16 bits: a wrong weight of a part is off by more."""
+    logger.warning("eagle31: keys are not shared out among the multiprocessors of %s: %s", device, why)
+    return False
 
 
 def _difference_on(device: torch.device) -> float:
@@ -73,10 +67,10 @@ def useful_parts(query: Tensor, key: Tensor, value: Tensor) -> int:
     batch, heads, length, width = query.shape
     if not query.is_cuda or key.shape[2] < SHORTEST_SPLIT or torch.version.hip is not None:
         return 1
-    if not TRIED.get(query.device, False):
-        return 1
     differentiated = torch.is_grad_enabled() and query.requires_grad  # weights of parts have no derivative
     if differentiated or width % 8 or value.shape[3] % 8 or not all(map(_rows_lie_as_heads, (key, value))):
+        return 1
+    if not is_right_on(query.device):
         return 1
     blocks = batch * heads * -(-length // BLOCK_QUERIES)
     return max(1, min(_multiprocessors(query.device) // blocks, key.shape[2] // BLOCK_KEYS))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cache.attention_in_parts import try_on
+from ..cache.attention_in_parts import is_right_on
 from ..cache.grouped_attention import GROUPED, attending_grouped, decoder_of
 from ..cache.shared_changes import CHANGES, leave_cudnn_out
 from ..cache.speculative import SpeculativeCache
@@ -221,7 +221,8 @@ class TargetBinding:
 
         Of SDPA's kernels cuDNN's makes way, too (`leave_cudnn_out`), and keys are not copied (`grouped_attention`).
         """
-        try_on(self.head_device)
+        if self.head_device.type == "cuda":
+            is_right_on(self.head_device)  # it waits for the device, which no capture may
         by_sdpa = CHANGES.held(("attention", id(self.model)), self._attend_by_sdpa)
         with CHANGES.held("cudnn", leave_cudnn_out), by_sdpa, attending_grouped(self.model):
             yield
