@@ -16,16 +16,14 @@ from packed_pairs import (
     LOOPS,
     PACKINGS,
     SCHEMES_OF_DRAFTERS,
-    assert_every_loop_agrees,
     drafter_folder,
-    load,
     matrix_of,
     packed,
 )
 from torch import Tensor, nn
 
 from eagle31_hf import Eagle31Drafter, plan_memory
-from eagle31_hf.drafter.packed_linear import FourBitLinear, Int8Linear, PackedLinear
+from eagle31_hf.drafter.packed_linear import Int8Linear, PackedLinear
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.memory.drafter_facts import DrafterFacts
 from eagle31_hf.memory.weights import SCHEMES, storage_bytes
@@ -102,14 +100,6 @@ def test_gathered_rows_are_packed_too(drafters: Path) -> None:
     torch.testing.assert_close(small.draft_logits(hidden), rows(hidden))
     small.detach()
     assert not small._head_rows
-
-
-def test_a_packed_drafter_beside_a_packed_target(saved: dict[str, Path], drafters: Path) -> None:
-    target = load(saved["llama"], "nf4", torch.bfloat16, llm_int8_skip_modules=[])
-    drafter = packed("shared rows", drafters, "nf4-dq", target)
-    assert drafter.dtype == torch.bfloat16
-    assert isinstance(drafter.layers[0].self_attn.o_proj, FourBitLinear)
-    assert_every_loop_agrees(target, drafter, random_prompts(1, seed=2), new_tokens=10)
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------
