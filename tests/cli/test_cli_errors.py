@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config
 
 from eagle31_hf.cli.options import command
 from eagle31_hf.errors import CheckpointNotFoundError, ConfigurationError, removal
+from mtp_targets import target_with_head
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +26,11 @@ def top(tmp_path_factory) -> Path:
         config.save_pretrained(top / name)
     sizes = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=99)).save_pretrained(top / "other")
-    for name in ("unweighted", "t5", "other"):
-        AutoTokenizer.from_pretrained(TARGET).save_pretrained(top / name)
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    headed = target_with_head("qwen3_5_text", top / "headed", vocab_size=len(tokenizer))
+    headed.save_pretrained(top / "tuned")  # without its head
+    for name in ("unweighted", "t5", "other", "headed", "tuned"):
+        tokenizer.save_pretrained(top / name)
     for name in ("empty", "small-pair-drafter", "no-tokenizer"):
         (top / name).mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -91,6 +95,14 @@ REFUSED = {
     "plan 'Llama 3.1 8B' --drafter mtp --card 'RTX 4090'": "no MTP head",
     "mtp {target} --out {top}/out": "holds no MTP head",
     "mtp {target}": "neither --out nor --into",
+    "generate --target {target} --drafter {top}/headed --prompt x": "hidden size",
+    "generate --target {top}/tuned --drafter mtp --prompt x": "transformers drops them",
+    "inspect {top}/tuned": "transformers drops them",
+    "mtp {top}/headed --into {top}/tuned --state raw": "go with --out",
+    "mtp {top}/headed --out {top}/out --into {top}/tuned": "got both",
+    "mtp {top}/headed --out {top}/out --prompts nowhere.jsonl": "goes with",
+    "doctor --target {top}/headed --drift": "attention is not looked at",
+    "convert {top}/headed {top}/out": "eagle31 mtp",
     # --- plans
     "plan {target} --card 'RTX 4090' --card 'RTX 3090'": ONE_CARD,
     "plan {target} --card 'RTX 4090, RTX 3090'": ONE_CARD,

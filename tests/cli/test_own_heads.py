@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import DRAFTER, PROMPT, TARGET, error_of, run
+from command_line import PROMPT, TARGET, error_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
@@ -43,13 +43,6 @@ def test_a_text_is_written_by_the_head_with_and_without_a_plan(target, tmp_path)
     assert json.loads(kept.read_text())["plan"]["drafter"] is not None
 
 
-def test_a_head_of_another_target_does_not_fit(target):
-    message = error_of(
-        "generate", "--target", DRAFTER.replace("drafter", "target"), "--drafter", target, "--prompt", "x"
-    )
-    assert "hidden size" in message
-
-
 def test_a_head_is_taken_out_and_put_back(target, tmp_path):
     output = run("mtp", target, "--out", tmp_path / "head").stdout
     assert "pass this folder as the drafter" in output
@@ -58,15 +51,12 @@ def test_a_head_is_taken_out_and_put_back(target, tmp_path):
     tuned = tmp_path / "tuned"
     AutoModelForCausalLM.from_pretrained(target).save_pretrained(tuned)
     AutoTokenizer.from_pretrained(target).save_pretrained(tuned)
-    assert "transformers drops them" in error_of("generate", "--target", tuned, "--drafter", "mtp", "--prompt", "x")
     assert "15 tensors" in run("mtp", target, "--into", tuned).stdout
     run("generate", "--target", tuned, "--drafter", "mtp", "--prompt", PROMPT, "--max-new-tokens", 4)
     assert "holds an MTP head already" in error_of("mtp", target, "--into", tuned)
-    assert "got both" in error_of("mtp", target, "--out", tmp_path / "x", "--into", tuned)
 
 
 def test_a_head_is_written_with_the_states_it_is_to_read(target, tmp_path):
-    assert "go with --out" in error_of("mtp", target, "--into", tmp_path, "--state", "raw")
     before = (target / "config.json").read_bytes()
     run("mtp", target, "--out", tmp_path / "head", "--state", "raw", "--feedback", "raw")
     assert (target / "config.json").read_bytes() == before
@@ -83,7 +73,6 @@ def test_doctor_says_which_states_a_head_is_for(target, tmp_path):
     assert "MTP head" in output
     readings = {tuple(score["reading"]["fields"].values()) for score in json.loads(kept.read_text())["readings"]}
     assert readings == {(True, False), (False, True), (False, False)}
-    assert "attention is not looked at" in error_of("doctor", "--target", target, "--drift")
 
 
 def test_draft_rows_are_counted_on_ones_own_texts(target, tmp_path):
@@ -98,7 +87,6 @@ def test_draft_rows_are_counted_on_ones_own_texts(target, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(target)
     assert len(drafter.draft_ids) == 64
     assert set(tokenizer(answer)["input_ids"]) <= set(drafter.draft_ids.tolist())
-    assert "goes with" in error_of("mtp", target, "--out", tmp_path / "x", "--prompts", chats)
     alone = shutil.copytree(target, tmp_path / "alone", ignore=shutil.ignore_patterns("tokenizer*"))
     counted = ("--out", tmp_path / "x", "--draft-vocab", 64, "--prompts", chats)
     assert "holds no tokenizer" in error_of("mtp", alone, *counted)
@@ -110,10 +98,3 @@ def test_inspect_says_what_head_a_target_holds(target, tmp_path):
         assert fact in output
     run("mtp", target, "--out", tmp_path / "head")
     assert "bfloat16" in run("inspect", tmp_path / "head").stdout
-    AutoModelForCausalLM.from_pretrained(target).save_pretrained(tmp_path / "tuned")
-    assert "transformers drops them" in error_of("inspect", tmp_path / "tuned")
-
-
-def test_convert_names_the_command_for_heads(target, tmp_path):
-    assert "eagle31 mtp" in error_of("convert", target, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
