@@ -138,7 +138,7 @@ def test_plan_says_what_fits_and_leaves_with_1_where_it_does_not(tmp_path):
     assert words[:2] == ["eagle31", "chat"]
     command = LazyCommand(name="chat", callback=None).load()
     options = command.make_context("chat", words[2:]).params  # reads the words as the command does, and starts nothing
-    assert (options["target"], options["memory"], options["context"]) == (str(TARGET), "auto", 1024)
+    assert (options["pair"], options["memory"], options["context"]) == ([TARGET, "DRAFTER"], "auto", 1024)
     assert json.loads(figures.read_text())["settings"]["context"] == 1024
     run("plan", TARGET, "--card", "1GiB", "--context", "2000000", code=1)
 
