@@ -184,7 +184,7 @@ def test_another_drafters_checkpoint_is_refused(tmp_path: Path) -> None:
     other = Eagle31Drafter.from_target(make_target(), draft_vocab_size=11)
     other.save_pretrained(tmp_path / "checkpoint-2")
     trainer = make_trainer(tmp_path, steps=4)
-    with pytest.raises(TrainingError, match=r"another drafter's.*d2t"):
+    with pytest.raises(TrainingError, match="of another drafter than these settings make"):
         trainer._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
 
 

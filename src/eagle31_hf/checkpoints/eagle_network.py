@@ -356,8 +356,11 @@ class Eagle31Network(PreTrainedModel):
             tensors |= zip(parts, tensor.split([*parts.values()]), strict=True)
         return tensors
 
-    def load_canonical(self, tensors: dict[str, Tensor]) -> None:
+    def load_canonical(self, tensors: dict[str, Tensor], *, assign: bool = True) -> None:
         """Take over `tensors` (published names); fused matrices are stacked once.
+
+        Args:
+            assign: put them in the place of the parameters; else they are copied into these.
 
         Raises:
             CheckpointFormatError: tensors are missing, spare or of another shape; nothing was loaded.
@@ -368,7 +371,7 @@ class Eagle31Network(PreTrainedModel):
         for name in self.state_dict():
             parts = [tensors[part] for part in self._published_parts(name) or (name,)]
             state[name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=0)
-        self.load_state_dict(state, strict=True, assign=True)
+        self.load_state_dict(state, strict=True, assign=assign)
 
     def _published_parts(self, name: str) -> dict[str, int]:
         """Published names and rows of what one of our tensors stacks; empty where it stacks nothing."""

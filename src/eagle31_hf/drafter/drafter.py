@@ -318,8 +318,8 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         head: Tensor | nn.Module = self.lm_head or [*self._head_rows, self.binding.lm_head][0]
         return [head] if isinstance(head, Tensor) else list(head.parameters())
 
-    def load_canonical(self, tensors: dict[str, Tensor]) -> None:
-        super().load_canonical(tensors)
+    def load_canonical(self, tensors: dict[str, Tensor], *, assign: bool = True) -> None:
+        super().load_canonical(tensors, assign=assign)
         self._draft_ids = None
 
 

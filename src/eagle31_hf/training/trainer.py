@@ -26,7 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoints import read_checkpoint, write_checkpoint
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import CheckpointError, TrainingError, first_line
+from ..errors import CheckpointError, CheckpointFormatError, TrainingError, first_line
 from ..stats import Acceptance
 from ..targets.devices import quick_dtype
 from .data import PackedBatch
@@ -199,23 +199,15 @@ def by_category(rounds: Sequence[TextRounds]) -> dict[str, Acceptance]:
     return {kind: Acceptance.of(text for text in rounds if text.category == kind) for kind in kinds}
 
 
-@torch.no_grad()
 def copy_weights(folder: Path, drafter: Eagle31Drafter) -> None:
     """Load the checkpoint in `folder` into the drafter's own parameters, which an optimiser may hold."""
-    stored = read_checkpoint(folder).tensors
-    own = drafter.canonical_tensors()
-    differing = sorted(
-        name for name in stored.keys() | own.keys()
-        if name not in stored or name not in own or stored[name].shape != own[name].shape
-    )  # fmt: skip
-    if differing:
+    try:
+        drafter.load_canonical(read_checkpoint(folder).tensors, assign=False)
+    except CheckpointFormatError as error:
         raise TrainingError(
-            f"the checkpoint {folder} is another drafter's ({', '.join(differing[:4])} differ); resume with the "
-            "settings it was made with, or start in a new folder"
-        )
-    for name, tensor in stored.items():
-        own[name].copy_(tensor)  # views of the fused parameters
-    drafter._draft_ids = None  # the head's rows are those of the vocabulary it was trained with
+            f"the checkpoint {folder} is of another drafter than these settings make; resume with those it was made "
+            "with, or start in a new folder"
+        ) from error
 
 
 def last_checkpoint(folder: Path) -> Path | None:
