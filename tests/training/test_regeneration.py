@@ -14,7 +14,7 @@ from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data import render_documents
 from eagle31_hf.training.preparation import resolve
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.writing import WrittenRow, batches, regenerate, with_keys, write_batch
+from eagle31_hf.training.writing import RowToWrite, batches, regenerate, with_keys, write_batch
 from helpers import CONFIGS, random_target
 
 
@@ -87,7 +87,7 @@ def test_rows_are_known_by_what_they_ask(tmp_path: Path, target, tokenizer) -> N
 def test_several_temperatures_share_the_conversations(tmp_path: Path, target, tokenizer) -> None:
     rows = conversations(12)
     how = writing(regenerate="last", temperature=(0.0, 5.0, 0.0), max_new_tokens=8)
-    drawn = [WrittenRow.of(row, how) for row in rows]
+    drawn = [RowToWrite.of(row, how) for row in rows]
     found = batches(drawn, 3)
     assert sorted(row.conversation.id for batch in found for row in batch) == sorted(row.id for row in rows), (
         "each once"

@@ -127,7 +127,7 @@ def test_no_more_is_written_than_is_wanted(tmp_path: Path, target, tokenizer, mo
 
 
 def test_a_target_with_nothing_to_say_is_told(tmp_path: Path, target, tokenizer) -> None:
-    with pytest.raises(TrainingError, match=r"wrote \d prompts that can be used"):
+    with pytest.raises(TrainingError, match=r"\d of the target's prompts can be used"):
         write_prompts(target, tokenizer, tmp_path / "p.jsonl", 3, write_rows=4, max_new_tokens=1)
 
 

@@ -127,8 +127,8 @@ def write_prompts(
         batch, fruitless = batch + 1, 0 if admitted else fruitless + 1
         if fruitless == FRUITLESS_BATCHES:
             raise TrainingError(
-                f"the target wrote {len(kept)} prompts that can be used, and in {fruitless} batches no other; ask for "
-                f"fewer (self:{max(1, len(kept))}), or name files"
+                f"{len(kept)} of the target's prompts can be used, and the last {fruitless} batches brought no other; "
+                f"ask for fewer (self:{max(1, len(kept))}), or name files"
             )
     return [
         Conversation(f"{SOURCE}-{number}", category=SOURCE, messages=({"role": "user", "content": row["prompt"]},))

@@ -136,7 +136,7 @@ def regenerate(
         seed=settings.seed,
     )
     kept = {row["key"]: row for row in lines.rows}
-    missing = [WrittenRow.of(each, settings) for each in conversations if each.key not in kept]
+    missing = [RowToWrite.of(each, settings) for each in conversations if each.key not in kept]
     if missing:
         most_answers = sum(len(row.given) for row in missing)
         needed = sum(row.length for row in missing) + most_answers * settings.max_new_tokens * BYTES_PER_TOKEN
@@ -144,7 +144,7 @@ def regenerate(
         say(f"the target writes its own turns: at most {size_text(needed)} in {path}")
     on_progress(len(conversations) - len(missing), 0.0)
 
-    def keep(row: WrittenRow) -> None:
+    def keep(row: RowToWrite) -> None:
         kept[row.conversation.key] = row.to_json()
         lines.add(row.to_json())
         on_progress(1, 0.0)
@@ -192,7 +192,7 @@ def _asks(messages: Sequence[Message], place: int) -> bool:
 
 
 @dataclass(eq=False)
-class WrittenRow:
+class RowToWrite:
     """A conversation being written."""
 
     conversation: Conversation
@@ -202,7 +202,7 @@ class WrittenRow:
     answer_ids: list[int] = field(default_factory=list)  # of that; none where its context is too long for any
 
     @classmethod
-    def of(cls, conversation: Conversation, settings: TrainingSettings) -> WrittenRow:
+    def of(cls, conversation: Conversation, settings: TrainingSettings) -> RowToWrite:
         """Its temperature and, of `--regenerate last`, its one answer are chosen by the conversation's key."""
         messages, key = conversation.messages, conversation.key
         temperature = random.Random(f"temperature {settings.seed} {key}").choice(settings.temperature)
@@ -246,7 +246,7 @@ class WrittenRow:
         }
 
 
-def batches(rows: Sequence[WrittenRow], size: int) -> list[list[WrittenRow]]:
+def batches(rows: Sequence[RowToWrite], size: int) -> list[list[RowToWrite]]:
     """Rows of one temperature and like length; the longest first, so that a lack of memory shows early."""
     found = []
     for temperature in dict.fromkeys(row.temperature for row in rows):
@@ -263,10 +263,10 @@ class _TurnWriter:
     target: Any
     tokenizer: PreTrainedTokenizerBase
     settings: TrainingSettings
-    keep: Callable[[WrittenRow], None]
+    keep: Callable[[RowToWrite], None]
     on_progress: OnProgress
 
-    def write(self, rows: Sequence[WrittenRow]) -> None:
+    def write(self, rows: Sequence[RowToWrite]) -> None:
         turns = max(len(row.given) for row in rows)
         for turn in range(turns + 1):
             prompts = {row: prompt_ids(self.tokenizer, row.conversation, row.context()) for row in rows if row.given}
@@ -278,7 +278,7 @@ class _TurnWriter:
                 self._write_turn(asked, turn, turns)
             rows = [row for row in asked if row.given]
 
-    def _write_turn(self, prompts: dict[WrittenRow, list[int]], turn: int, turns: int) -> None:
+    def _write_turn(self, prompts: dict[RowToWrite, list[int]], turn: int, turns: int) -> None:
         rows, ends = list(prompts), end_ids(self.target)
         chance = random.Random(f"{self.settings.seed} {rows[0].conversation.key} {len(prompts[rows[0]])}")
 
