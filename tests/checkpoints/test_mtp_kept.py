@@ -23,7 +23,6 @@ from mtp_targets import FAMILIES, target_with_head
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     folder = tmp_path / "base"
-    folder.mkdir()
     target_with_head("qwen3_5_text", folder)
     return folder
 
@@ -45,8 +44,6 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_head_is_saved_by_itself_and_read_again(family, tmp_path):
-    for name in ("target", "head"):
-        (tmp_path / name).mkdir()
     target = target_with_head(family, tmp_path / "target")
     drafter = Eagle31Drafter.from_pretrained(tmp_path / "target", target=target)
     drafter.save_pretrained(tmp_path / "head")
@@ -96,8 +93,6 @@ def test_a_grafted_head_is_the_bases_byte_for_byte(base, fine_tune):
 
 
 def test_a_norm_that_head_and_target_share_is_not_put_there_twice(tmp_path):
-    for name in ("base", "tuned"):
-        (tmp_path / name).mkdir()
     target_with_head("ernie4_5_moe", tmp_path / "base").save_pretrained(tmp_path / "tuned")
     names = graft_head(tmp_path / "base", tmp_path / "tuned")
     assert names

@@ -84,7 +84,6 @@ def test_rows_that_are_asked_for_draft_the_same_text(tmp_path):
 
 
 def test_rows_are_kept_when_the_head_is_saved(tmp_path):
-    (tmp_path / "target").mkdir()
     target_with_head("qwen3_5_text", tmp_path / "target", vocab_size=1024)
     Eagle31Drafter.from_pretrained(tmp_path / "target", draft_vocab_size=100).save_pretrained(tmp_path / "head")
     assert Eagle31Drafter.from_pretrained(tmp_path / "head").draft_ids.tolist() == list(range(100))
