@@ -32,18 +32,14 @@ class DraftPlan:
     """What to draft in one round.
 
     Attributes:
-        shape: depth 0 drafts nothing; what is written meanwhile the drafter reads when its turn comes.
+        shape: depth 0 drafts nothing because it would be in vain: one token per row, as plain decoding. What is written
+            meanwhile the drafter reads when its turn comes.
         tokens: drafts that are there already instead of the drafter's, one chain for each row that was asked for, of
             any length up to `shape.depth` (prompt lookup).
     """
 
     shape: DraftShape
     tokens: tuple[tuple[int, ...], ...] | None = None
-
-    @property
-    def skips(self) -> bool:
-        """Whether nothing is drafted, because it would be in vain: one token per row, as plain decoding."""
-        return self.shape.depth == 0
 
 
 REST = DraftPlan(DraftShape(depth=0))

@@ -97,7 +97,7 @@ class Round:
         """This round's drafts as planned, or fewer where there is no room for as many."""
         ahead, self._ahead, self._by_graphs = self._ahead, None, None
         session, plan, depth = self.caches.drafter, batch.plan, batch.draft_depth
-        self._rests = session is None or (plan is not None and plan.skips)
+        self._rests = session is None or (plan is not None and not plan.shape.depth)
         with self.clock.phase("draft"):
             if plan is None or depth < 1:
                 return DraftTree.chain(batch.roots[:, None])
@@ -217,7 +217,7 @@ class Round:
         looked_up = plan is not None and plan.tokens is not None
         stats.record_round(depth=depth, nodes=tree.size - 1, accepted=counts, looked_up=looked_up)
         if plan is not None:
-            stats.skipped_rounds += plan.skips
+            stats.skipped_rounds += not plan.shape.depth
             policy.record(plan, depth, [batch.rows[b] for b in batch.live], counts, self.clock.round_s)
 
     # --- rows ----------------------------------------------------------------------------------------------------
