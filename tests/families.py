@@ -19,6 +19,16 @@ GEMMA_4: dict[str, Any] = {
 }  # fmt: skip
 GPT_2 = {"vocab_size": 96, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128, "initializer_range": 0.15}
 IDS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+ROUTED: dict[str, Any] = {
+    "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}  # fmt: skip
+LOW_RANK: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "head_dim": 4,
+}  # fmt: skip
+SPARSE_AND_LATENT: dict[str, Any] = {**SIZES, **ROUTED, **LOW_RANK, "first_k_dense_replace": 1}
+"""As DeepSeek's are."""
 WITHOUT_HEAD_DIM = {name: value for name, value in GROUPED.items() if name != "head_dim"}
 
 TEXT_FAMILIES: dict[str, Callable[[], Any]] = {
@@ -37,11 +47,7 @@ TEXT_FAMILIES: dict[str, Callable[[], Any]] = {
         vocab_size=96, hidden_size=64, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]],
         max_position_embeddings=128, window_size=8, initializer_range=0.15, **IDS,
     ),
-    "deepseek_v3": lambda: hf.DeepseekV3Config(
-        **{**SIZES, "num_key_value_heads": 4, "head_dim": 4}, moe_intermediate_size=32, n_routed_experts=4, n_group=1,
-        topk_group=1, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24,
-        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
-    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(**SPARSE_AND_LATENT),
     "gpt_oss": lambda: hf.GptOssConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
     "qwen2_windowed": lambda: hf.Qwen2Config(
         **WITHOUT_HEAD_DIM, use_sliding_window=True, sliding_window=8, max_window_layers=2,
@@ -326,9 +332,7 @@ SEEING_HYBRIDS: dict[str, SeeingFamily] = {
 
 LAST = 40
 """Positions that there are."""
-_GPT: dict[str, Any] = {
-    "vocab_size": 96, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": LAST, "initializer_range": 0.15, **IDS,
-}  # fmt: skip
+_GPT: dict[str, Any] = {**GPT_2, **IDS, "n_positions": LAST}
 _ENDS: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
     "max_position_embeddings": LAST, **IDS,

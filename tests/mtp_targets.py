@@ -16,13 +16,9 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from families import RECURRENT_FAMILIES
+from families import LOW_RANK, RECURRENT_FAMILIES, ROUTED, SPARSE_AND_LATENT
 from helpers import GROUPED, WINDOW, random_target, seeded
 
-SPARSE = {"moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
-          "n_shared_experts": 1}  # fmt: skip
-LATENT = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-          "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": 4}  # fmt: skip
 NEMOTRON_LAYERS = ["linear_attention", "full_attention", "linear_attention", "moe"]
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -35,14 +31,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "qwen3_next": lambda: hf.Qwen3NextConfig(**_hybrid("qwen3_next")),
     "glm4_moe": lambda: hf.Glm4MoeConfig(
-        **GROUPED, **SPARSE, first_k_dense_replace=1, rope_parameters=_partial(0.5), num_nextn_predict_layers=1
+        **GROUPED, **ROUTED, first_k_dense_replace=1, rope_parameters=_partial(0.5), num_nextn_predict_layers=1
     ),
     "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(
-        **{**GROUPED, **SPARSE, **LATENT}, mlp_layer_types=["dense", *["sparse"] * 3], num_nextn_predict_layers=1
+        **{**GROUPED, **ROUTED, **LOW_RANK}, mlp_layer_types=["dense", *["sparse"] * 3], num_nextn_predict_layers=1
     ),
-    "deepseek_v3": lambda: hf.DeepseekV3Config(
-        **{**GROUPED, **SPARSE, **LATENT}, first_k_dense_replace=1, num_nextn_predict_layers=1
-    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(**SPARSE_AND_LATENT, num_nextn_predict_layers=1),
     "mellum": lambda: hf.MellumConfig(
         **GROUPED, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, sliding_window=WINDOW,
         layer_types=[FULL, SLIDING] * 2, mlp_layer_types=["sparse"] * 4, mtp_layer_types=[SLIDING],

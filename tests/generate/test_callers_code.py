@@ -21,6 +21,7 @@ from eagle31_hf.loop.accept import Acceptor
 from eagle31_hf.loop.round import Round
 from eagle31_hf.sampling import callers_code
 from helpers import (
+    GREEDY,
     Shown,
     assert_same_text,
     configured,
@@ -44,11 +45,11 @@ def prompts(rows: int = 1, seed: int = 0) -> dict[str, Tensor]:
 
 def write(inputs: dict[str, Tensor], seed: int = 0, **kwargs: Any) -> Any:
     with seeded(seed):
-        return target_of("llama").generate(**inputs, **{"max_new_tokens": 20, "pad_token_id": 0, **kwargs})
+        return target_of("llama").generate(**inputs, **{**GREEDY, "max_new_tokens": 20, **kwargs})
 
 
 def assert_plain(inputs: dict[str, Tensor], **how: Any) -> Tensor:
-    how = {"max_new_tokens": 20, "pad_token_id": 0, **how}
+    how = {"max_new_tokens": 20, **how}
     how["settings"] = {"num_assistant_tokens": 4, **how.get("settings", {})}
     return assert_same_text(target_of("llama"), drafter_of("llama"), inputs, **how)
 
@@ -141,16 +142,6 @@ def test_texts_end_and_are_shown_as_in_plain_decoding(kind: str, rows: int, do_s
         assert drafter_of("llama").stats.new_tokens == sum(written), "pads are no new tokens"
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_streamer_is_shown_all_rows_of_a_batch_at_once(do_sample: bool) -> None:
-    shown = [Shown(), Shown()]
-    streamers = iter(shown)
-    how: dict[str, Any] = {"fresh": lambda: {"streamer": next(streamers)}, "do_sample": do_sample}
-    assert_plain(prompts(3), loop="plain", why="Shown", **how)
-    assert shown[0].blocks == shown[1].blocks
-    assert len(shown[0].blocks[1]) == 3
-
-
 # --- processors that keep state ---------------------------------------------------------------------------------------
 
 
@@ -211,7 +202,7 @@ def test_a_function_of_the_users_is_called_as_plain_decoding_calls_it(monkeypatc
         return {"prefix_allowed_tokens_fn": allowed}
 
     for settings in LOOPS.values():
-        assert_plain(prompts(3), oracle=0, fresh=fresh, settings=settings, do_sample=False)
+        assert_plain(prompts(3), oracle=0, fresh=fresh, settings=settings)
         assert calls[-1] == calls[-2]
 
 
@@ -220,7 +211,7 @@ def test_a_function_of_the_users_is_called_as_plain_decoding_calls_it(monkeypatc
 def test_one_row_of_guidance_is_drafted_for(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own forward passes and cache follow the text; several rows share one cache and are left to plain decoding."""
     use_fixed_shapes_only(monkeypatch)
-    assert_plain(prompts(), oracle=0, settings=LOOPS[shape], guidance_scale=1.5, do_sample=False)
+    assert_plain(prompts(), oracle=0, settings=LOOPS[shape], guidance_scale=1.5)
 
 
 @pytest.mark.contract
@@ -453,7 +444,7 @@ def test_memory_that_the_callers_code_runs_out_of_is_not_the_targets(where: str)
             return list(range(96))
 
     with pytest.raises(torch.OutOfMemoryError, match="the caller's own"):
-        write(prompts(), assistant_model=drafter, do_sample=False, **{where: given})
+        write(prompts(), assistant_model=drafter, **{where: given})
     assert code.calls == 3, "it is not asked again"
     assert drafter.stats.memory_steps == {}
-    assert_plain(prompts(), do_sample=False)
+    assert_plain(prompts())

@@ -36,13 +36,22 @@ from helpers import (
     target_of,
     use_fixed_shapes_only,
 )  # fmt: skip
+from matrix import pairwise
 from recorder import Recorder
 
 FEW_WORDS: dict[str, Any] = {"suppress_tokens": [0, 1, 2, *range(11, VOCABULARY)]}
 """A text of eight different tokens repeats itself soon."""
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60, **FEW_WORDS}
+GREEDY: dict[str, Any] = {"max_new_tokens": 60, **FEW_WORDS}
 SAMPLING: dict[str, Any] = {**GREEDY, "do_sample": True, "temperature": 0.3}
-WAYS = pytest.mark.parametrize("how", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
+CHOICES = {"greedy": GREEDY, "sampled": SAMPLING}
+WAYS = pytest.mark.parametrize("how", CHOICES.values(), ids=CHOICES)
+MORE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "penalty": {"repetition_penalty": 1.3},
+    "ends": {"eos_token_id": [4, 7]},
+    "no end before": {"eos_token_id": 5, "min_new_tokens": 20},
+}
+"""Rows end at places of their own, inside drafts, too."""
 
 
 def assert_plain(alone: NoDrafter, rows: int, how: dict[str, Any]) -> SpeculationStats:
@@ -59,33 +68,25 @@ def assert_helped(alone: NoDrafter, rows: int, how: dict[str, Any]) -> None:
     assert stats.passes < how["max_new_tokens"]
 
 
-@WAYS
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5_text"])
-@pytest.mark.thorough(every=2)
-def test_the_text_is_plains_in_fewer_passes(family: str, rows: int, how: dict[str, Any]) -> None:
-    assert_helped(NoDrafter(recurrent_target(family) if "qwen" in family else target_of(family)), rows, how)
-
-
-@WAYS
 @pytest.mark.parametrize(
-    "more",
-    [{"repetition_penalty": 1.3}, {"eos_token_id": [4, 7]}, {"eos_token_id": 5, "min_new_tokens": 20}],
-    ids=["penalty", "ends", "no end before"],
+    ("family", "rows", "choice", "more"),
+    pairwise(("llama", "gemma3", "qwen3_5_text"), (1, 4), [*CHOICES], [*MORE]),
 )
-def test_processors_and_ends_are_plains(more: dict[str, Any], how: dict[str, Any]) -> None:
-    """Rows end at places of their own, inside drafts, too."""
-    assert assert_plain(NoDrafter(target_of("llama")), 4, {**how, **more, "pad_token_id": 0}).fallbacks == []
+def test_the_text_is_plains_in_fewer_passes(family: str, rows: int, choice: str, more: str) -> None:
+    alone = NoDrafter(recurrent_target(family) if "qwen" in family else target_of(family))
+    if more == "nothing":
+        assert_helped(alone, rows, CHOICES[choice])
+    else:
+        assert assert_plain(alone, rows, CHOICES[choice] | MORE[more]).fallbacks == []
 
 
 def test_a_prompt_that_is_quoted_is_drafted() -> None:
     """The text goes on as its prompt did: what follows there is looked up from the first round on."""
     target = target_of("llama")
-    alone, told = NoDrafter(target), {"do_sample": False, "max_new_tokens": 24}
-    prompt = torch.tensor([random_prompts(1)[0] * 4])
-    wanted = target.generate(prompt, **told)
+    alone, prompt = NoDrafter(target), torch.tensor([random_prompts(1)[0] * 4])
+    wanted = target.generate(prompt, do_sample=False, max_new_tokens=16)
     quoting = torch.cat((wanted, prompt), 1)  # what the prompt was followed by stands in the new one
-    assert_same_text(target, alone, quoting, **told)
+    assert_same_text(target, alone, quoting)
     assert alone.stats.drafted > 0
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
 from eagle31_hf.generate import hooks
+from families import SPARSE_AND_LATENT
 from helpers import (
     CONFIGS,
     GREEDY,
-    SIZES,
     assert_same_text,
     configured,
     drafter_of,
@@ -212,12 +212,7 @@ def test_a_vocabulary_resized_after_attaching_is_named(size: int) -> None:
 @pytest.mark.skipif(not hasattr(hf, "DeepseekV32Config"), reason="of newer versions of transformers")
 def test_layers_that_keep_more_than_keys_and_values_are_decoded_plainly() -> None:
     """An indexer chooses by keys of its own, which no draft could be taken back from."""
-    sizes = {**SIZES, "num_key_value_heads": 4, "head_dim": 4}
-    config = hf.DeepseekV32Config(
-        **sizes, moe_intermediate_size=32, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
-        n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8,
-        qk_rope_head_dim=4, v_head_dim=8, index_topk=6, index_n_heads=2, index_head_dim=8,
-    )  # fmt: skip
+    config = hf.DeepseekV32Config(**SPARSE_AND_LATENT, index_topk=6, index_n_heads=2, index_head_dim=8)
     drafter, inputs = drafter_for(config, aux_layers=[1, 2, 4]), left_padded(random_prompts(1))
     assert_same_text(drafter.binding.model, drafter, inputs, loop="plain", why="layers of kind")
 
