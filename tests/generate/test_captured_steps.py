@@ -26,7 +26,7 @@ from transformers.models.llama import modeling_llama
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.graphs import captured, graphs
 from eagle31_hf.graphs.captured import Recording
-from eagle31_hf.loop.accept import Acceptor
+from eagle31_hf.loop import accept
 from eagle31_hf.loop.decoder import SpeculativeDecoder
 from eagle31_hf.loop.pair import Pair
 from helpers import CONFIGS, configured, random_drafter, random_prompts, random_target
@@ -42,14 +42,8 @@ def test_a_repetition_penalty_where_asking_the_device_takes_time(
     how: dict[str, Any], rows: int, pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eager rounds on a card judge all nodes by masks, as graphs do. Instruct models of Qwen2.5 set a penalty."""
-    made = Acceptor.__init__
-
-    def on_a_card(self: Acceptor, *request: Any) -> None:
-        made(self, *request)
-        self.host_sync_is_free = False
-
-    monkeypatch.setattr(Acceptor, "__init__", on_a_card)
-    monkeypatch.setattr(Acceptor, "_walk_down", failing(AssertionError("waits for every level")))
+    monkeypatch.setattr(accept, "ASKED_NODE_BY_NODE", ())
+    monkeypatch.setattr(accept.Acceptor, "_ask", failing(AssertionError("waits for every node")))
     with configured(pair, acceleration="eager"):
         assert_plain(pair, 3, rows, **how, repetition_penalty=1.3)
 

@@ -17,6 +17,9 @@ from .choosing import ChoiceRule, RoundBatch
 # Processed scores (V,) of a node, by (row of the caches, node); or of all nodes, (B, N, V).
 NodeScores = Tensor | Mapping[tuple[int, int], Tensor]
 
+ASKED_NODE_BY_NODE = ("cpu",)
+"""Devices on which a repetition penalty is asked about the nodes of a path alone: the host waits for none of them."""
+
 
 class Accepted(NamedTuple):
     """What the target accepts of a tree, on the host.
@@ -94,7 +97,7 @@ class Acceptor:
         if processing.scores_only:
             is_raw = processing.is_empty and not rule.draws and not choosing.wants_scores
             return rule.of(self.logits) if is_raw else processing.draft_warping.of_nodes(rule.of(self.logits))
-        if not processing.warps_drafts or tree.tokens.device.type == "cpu":
+        if not processing.warps_drafts or tree.tokens.device.type in ASKED_NODE_BY_NODE:
             return None
         if (seen := choosing.seen_before(self.batch)) is None:
             return None
