@@ -110,6 +110,22 @@ def whole(text: Tensor, more: Sequence[int] = ()) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+@pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
+def test_the_cache_of_the_last_turn_where_prompts_are_clamped(family: str) -> None:
+    """An answer in a prompt is clamped, too: turns go on from the states before it, and read no token by itself."""
+    model = clamped_target(family)
+    drafter = random_drafter(model, aux_layers=[1, 2, 3])
+    for length in (14, 9, CHUNK + 9):
+        past = {CACHE_ARGUMENT: DynamicCache(config=model.config.get_text_config())}
+        inputs, most = prompts_of([length]), length
+        with configured(drafter, **SHAPES["chain"], prefill_chunk_size=CHUNK):
+            for _ in range(3):
+                text = greedy(model, inputs, 10, assistant_model=drafter, **past)
+                assert torch.equal(text, greedy(model, inputs, 10))
+                assert drafter.stats.prefilled_tokens <= most
+                inputs, most = whole(text, [7, 8, 9]), BEFORE_THE_ANSWER + 10 + 3
+
+
 @pytest.mark.parametrize("family", [*SOME, "mamba2"])
 def test_the_cache_of_the_last_turn(family: str) -> None:
     """An appended turn goes on where the last one ended; of another history all is read again; the figures say so."""
@@ -121,7 +137,8 @@ def test_the_cache_of_the_last_turn(family: str) -> None:
         text = greedy(model, inputs, 10, assistant_model=drafter, **past)
         assert torch.equal(text, greedy(model, inputs, 10))
         read.append(drafter.stats.prefilled_tokens)
-    assert read == [4, text.shape[1] - 10], "three new tokens, and the one no forward has read; then all"
+    rest = BEFORE_THE_ANSWER + 10 + 3 if drafter.binding.bounds_prompts else 1 + 3
+    assert read == [rest, text.shape[1] - 10], "three new tokens, and the one no forward has read; then all"
     assert "do not hold for this prompt" in drafter.stats.fallbacks[0]
 
 
@@ -141,7 +158,8 @@ def test_ten_turns_of_which_some_rewrite_the_answer_before(family: str) -> None:
             assert drafter.stats.prefilled_tokens <= most, turn
             answer, message = plain[:, said.shape[1] :], torch.randint(3, VOCABULARY, (1, asked[turn]), generator=dice)
             said = torch.cat((said, answer[:, thought[turn] :], message), 1)
-            most = asked[turn] + (BEFORE_THE_ANSWER + answer.shape[1] if thought[turn] else 1)
+            is_read_again = thought[turn] or drafter.binding.bounds_prompts
+            most = asked[turn] + (BEFORE_THE_ANSWER + answer.shape[1] if is_read_again else 1)
 
 
 def test_a_picture_is_seen_in_the_next_turn() -> None:

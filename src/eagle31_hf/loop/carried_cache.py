@@ -153,6 +153,7 @@ class CarriedCache:
         binding = drafter.binding
         self.cache = cache
         self.config: PreTrainedConfig = binding.text_config
+        self.bounds_prompts = binding.bounds_prompts
         self.target_fingerprint = fingerprint(binding.model)
         self.drafter_fingerprint = fingerprint(drafter)
         self.start = CacheResume()
@@ -194,7 +195,7 @@ class CarriedCache:
         # One token short of the agreement: the drafter joined its last position with the token after it. The prompt's
         # last token is read in any case, its logits are not kept.
         resumed = min(length, state.agreement(prompts) - 1, prompts.shape[1] - 1)
-        if has_states and resumed < length:  # only where a snapshot is
+        if has_states and (resumed < length or self.bounds_prompts):  # only where a snapshot is, of the prompt alone
             resumed = 0 if state.snapshot is None or state.snapshot.length > resumed else state.snapshot.length
         reachable = resumed == length or can_cut_back
         if resumed < 1 or not reachable or not state.vouches_for(self.cache, resumed):

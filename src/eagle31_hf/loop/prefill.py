@@ -110,17 +110,18 @@ class ChunkedPrefill:
         start, end = 0, max(reading.to_read)
         chunk = min(chunk, DECODED_CHUNK) if self.as_drafts else chunk
         while start < end:
-            stop = self._end_of_chunk(reading, start, min(start + chunk, pause if start < pause else end))
+            stop = min(start + chunk, pause if start < pause else end)
+            stop = self._end_of_chunk([*reading.to_read, pause], start, stop)
             self.read_columns(reading, start, stop)
             start = stop
             if start == pause and at_pause is not None:
                 at_pause()
 
-    def _end_of_chunk(self, reading: PrefillState, start: int, stop: int) -> int:
+    def _end_of_chunk(self, ends: Sequence[int], start: int, stop: int) -> int:
         """`stop` or a little before it. A single token left for the next chunk would be read by the target's code for
         one token, which may compute another state than the prompt at once does."""
         if self.cache.has_states and not self.as_drafts:
-            while stop > start + 2 and any(length - stop == 1 for length in reading.to_read):
+            while stop > start + 2 and any(end - stop == 1 for end in ends):
                 stop -= 1
         return stop
 

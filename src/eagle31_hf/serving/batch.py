@@ -10,7 +10,6 @@ included. Rounds over the pools are `loop`'s.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -96,7 +95,7 @@ class Batch:
         self._prompt: PrefillState | None = None  # what of it no row holds
         self._position = 0  # within what is read of it
         self._parked: dict[int, list[int]] = {}  # tokens by place
-        self._resumes = not _reads_prompts_otherwise(self.binding.model)
+        self._resumes = not self.binding.bounds_prompts
 
     @property
     def num_bytes(self) -> int:
@@ -304,13 +303,6 @@ class Batch:
         fails = fails and text.writer.finish is None
         finish, error = ("error", text.chooser.processing.failure or NO_TOKEN) if fails else (text.writer.finish, "")
         return Event(shown, tuple(emitted[:count]), logprobs, finish, error)
-
-
-def _reads_prompts_otherwise(model: Any) -> bool:
-    """Whether a Mamba-2 layer bounds the time steps of prompts and not those of what is written: a prompt that holds
-    an answer then leaves other states than the text that has written it."""
-    limits = (getattr(module, "time_step_limit", None) for module in model.modules())
-    return any(limit is not None and tuple(limit) != (0.0, math.inf) for limit in limits)
 
 
 def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:

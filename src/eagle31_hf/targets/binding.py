@@ -8,6 +8,7 @@ one version of transformers names it, so that it can be deleted when that versio
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -245,6 +246,13 @@ class TargetBinding:
         """Name of the target's attention; while `masked_attention` is open, of what the mask is made for."""
         name = self.model.config._attn_implementation
         return "sdpa" if name == GROUPED else name
+
+    @property
+    def bounds_prompts(self) -> bool:
+        """Whether a Mamba-2 layer bounds the time steps of prompts and not those of what is written: a prompt that
+        holds an answer then leaves other states than the text that has written it."""
+        limits = (getattr(module, "time_step_limit", None) for module in self.model.modules())
+        return any(limit is not None and tuple(limit) != (0.0, math.inf) for limit in limits)
 
     @property
     def input_device(self) -> torch.device:
