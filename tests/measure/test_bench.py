@@ -11,7 +11,6 @@ import torch
 
 from eagle31_hf import NoDrafter
 from eagle31_hf.cli.terminal import conditions_line
-from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.measure import bench, gauges
 from eagle31_hf.measure.bench import Bench
 from eagle31_hf.measure.exactness import Kind, Verdict
@@ -146,19 +145,6 @@ def test_where_no_graphs_can_be_kept_their_methods_are_left_out_by_name():
 
 def test_settings_of_the_drafter_are_its_own_again(measured_once):
     assert drafter_of("llama").generation_config.acceleration == "auto"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [({"methods": (DRAFTER,)}, "lack 'plain generate'"), ({"repeats": 0}, "0 repeats"), ({"rows": (0,)}, "rows"),
-     ({"temperature": -1.0}, "temperature -1"), ({"temperature": float("nan")}, "temperature nan"),
-     ({"new_tokens": 2}, "third token")],
-)  # fmt: skip
-def test_settings_that_make_no_sense(wrong, message):
-    with pytest.raises(ConfigurationError, match=message):
-        measured(replace(SETTINGS, **wrong))
-    with pytest.raises(ConfigurationError, match="no prompts"):
-        Bench(drafter_of("llama"), [], SETTINGS)
 
 
 # --- what calls say ---------------------------------------------------------------------------------------------------

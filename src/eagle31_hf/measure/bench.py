@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..drafter.assistant import Assistant, NoDrafter
-from ..errors import ConfigurationError
 from ..loop.kept_graphs import FEWEST_CAPTURED_TOKENS
 from ..loop.pair import Drafting, Pair
 from ..sampling.logits_processing import DraftWarping, end_ids, processing_of
@@ -42,9 +41,6 @@ class Bench:
         tasks: what to write.
         settings: how.
         on_turn: called between measurements with how many are done, and of how many.
-
-    Raises:
-        ConfigurationError: a setting makes no sense, or there are no tasks.
     """
 
     def __init__(
@@ -55,9 +51,6 @@ class Bench:
         *,
         on_turn: Callable[[int, int], None] = lambda done, of: None,
     ):
-        settings.check()
-        if not tasks:
-            raise ConfigurationError("got no prompts to measure on; wanted at least one")
         self.tasks, self.settings = tasks, settings
         self._assistant, self._on_turn = assistant, on_turn
         self.binding = assistant.binding

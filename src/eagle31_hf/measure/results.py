@@ -6,7 +6,6 @@ counts.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import ConfigurationError, count
+from ..errors import count
 from ..sampling.logits_processing import sampling_options
 from ..stats import Acceptance, SpeculationStats
 from ..texts.prompts import Prompt
@@ -103,19 +102,6 @@ class BenchSettings:
     seed: int = 0
     minutes: float | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
-
-    def check(self) -> None:
-        """Raise a `ConfigurationError` naming the first field that makes no sense."""
-        if self.repeats < 1 or min(self.rows, default=0) < 1:
-            raise ConfigurationError(f"got {self.repeats} repeats of {list(self.rows)} rows; wanted at least 1 of each")
-        if self.new_tokens < FEWEST_NEW_TOKENS:
-            raise ConfigurationError(
-                f"got new_tokens={self.new_tokens}; speculation begins with the third token: pass at least 3"
-            )
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ConfigurationError(f"got temperature {self.temperature}; wanted 0 (greedy) or a positive number")
-        if PLAIN not in self.methods:
-            raise ConfigurationError(f"the methods lack {PLAIN.name!r}, which all others are compared with; add it")
 
     def to_generate(self) -> dict[str, Any]:
         """Keyword arguments of `generate`, its length aside."""
