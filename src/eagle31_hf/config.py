@@ -111,14 +111,10 @@ class Eagle31Config(LlamaConfig):
             f"draft_vocab_size={self.draft_vocab_size} is larger than vocab_size={self.vocab_size}",
         )
         self._require(
-            self.target_hidden_size == self.hidden_size or self.own_embedding,
-            f"target_hidden_size={self.target_hidden_size} differs from hidden_size={self.hidden_size}, so the "
-            "target's embedding cannot be shared: own_embedding must be true and the checkpoint must hold embed_tokens",
-        )
-        self._require(
-            self.target_hidden_size == self.hidden_size or self.own_lm_head,
-            f"target_hidden_size={self.target_hidden_size} differs from hidden_size={self.hidden_size}, so the "
-            "target's LM head cannot be shared: own_lm_head must be true",
+            self.target_hidden_size == self.hidden_size or (self.own_embedding and self.own_lm_head),
+            f"target_hidden_size={self.target_hidden_size} differs from hidden_size={self.hidden_size}, so neither the "
+            "target's embedding nor its LM head can be shared: own_embedding and own_lm_head must be true, and the "
+            "checkpoint must hold embed_tokens and lm_head",
         )
         window = self.sliding_window
         self._require(window is None or window >= 1, f"sliding_window is {window}; wanted at least 1, or None")
