@@ -129,7 +129,7 @@ def test_a_window_bounds_the_bytes_from_2k_to_32k_tokens() -> None:
 def test_nobody_is_warned_before_the_trained_length_is_passed_and_once_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(drafter_session, "_said", set())
+    drafter_session._warn_of_length.cache_clear()
     inputs = left_padded(prompts_for("llama", 1, seed=5))
     eagle, kwargs = drafter_of("llama"), {"do_sample": False, "pad_token_id": 0}
     monkeypatch.setattr(eagle.config, "max_position_embeddings", inputs["input_ids"].shape[1] + 20)

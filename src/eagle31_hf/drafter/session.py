@@ -7,6 +7,7 @@ token before the root (the last token, whose hidden state the target has not com
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +22,6 @@ from ..drafting.host_numbers import on_device
 from .drafter import Eagle31Drafter
 
 logger = logging.getLogger(__name__)
-_said: set[tuple[str | None, int]] = set()
 
 
 class DraftState(NamedTuple):
@@ -160,7 +160,7 @@ class DraftSession:
             self._rotary = (cos[:, counts[0] :], sin[:, counts[0] :]) if len(counts) == 1 else None
         self._root = self._merged(state, counts)
         if self.cache.placement.longest > self._trained_length:
-            _warn_of_length(self.drafter)
+            _warn_of_length(self.drafter.name_or_path, self._trained_length, attention_window(self.drafter))
             self._trained_length = sys.maxsize  # said
 
     def read(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
@@ -322,13 +322,9 @@ def attention_window(drafter: Eagle31Drafter) -> int | None:
     return min((window for window in windows if window is not None), default=None)
 
 
-def _warn_of_length(drafter: Eagle31Drafter) -> None:
-    """Say once that a text has become longer than the drafter was made for."""
-    trained = drafter.config.max_position_embeddings
-    if (drafter.name_or_path, trained) in _said:
-        return
-    _said.add((drafter.name_or_path, trained))
-    window = attention_window(drafter)
+@functools.cache
+def _warn_of_length(drafter: str, trained: int, window: int | None) -> None:
+    """Say, once of each drafter, that a text has become longer than it was made for."""
     advice = "" if window is not None and window <= trained else (
         f"; eagle.generation_config.draft_window = {trained} lets it see no further back, and bounds its cache"
     )  # fmt: skip
