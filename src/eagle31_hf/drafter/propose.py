@@ -136,20 +136,14 @@ def draft_chain(session: DraftStepper, roots: Tensor, length: DraftShape, choice
     confidence = [1.0] * roots.shape[0]  # of each row, how sure the drafter has been of every step so far
     for step in range(length.depth):
         ranked, support = choice.rank(state.logits[:, 0], tokens[1:], session.draft_ids, depth=step)  # (B, S)
-        asks = length.min_confidence > 0 and step + 1 < length.depth
-        largest, best = most_probable(ranked) if asks else (None, argmax(ranked))
-        tokens.append(to_target_ids(best[:, None], support).squeeze(1))
-        if step + 1 == length.depth:
-            break
-        if largest is not None:
+        is_last = step + 1 == length.depth
+        if length.min_confidence > 0 and not is_last:
+            largest, best = ranked.softmax(-1, dtype=torch.float32).max(-1)  # (B,) each
             confidence = [before * now for before, now in zip(confidence, largest.tolist(), strict=True)]
-            if max(confidence) < length.min_confidence:
-                break
+        else:
+            best = argmax(ranked)
+        tokens.append(to_target_ids(best[:, None], support).squeeze(1))
+        if is_last or max(confidence) < length.min_confidence:
+            break
         state = session.step(tokens[-1][:, None], state.feedback, after=step, depth=step)
     return torch.stack(tokens, 1)
-
-
-def most_probable(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest probability of each row of scores `(B, S)`, in float32, and whose it is, `(B,)` each."""
-    largest, best = scores.softmax(-1, dtype=torch.float32).max(-1)
-    return largest, best
