@@ -16,6 +16,7 @@ from torch import Tensor
 from ..config import MtpConfig
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, read_text
+from ..errors import count
 from ..stats import USELESS_LENGTH
 from ..targets.binding import TargetBinding
 from ..targets.devices import precision_advice, precision_caution
@@ -81,12 +82,6 @@ class Written:
         return not self.result.refusal
 
     @property
-    def pays(self) -> bool:
-        """Whether drafts make this loop faster; where that is not known, whether they make it faster than plain."""
-        speed = self.by_drafts or self.result.speedup
-        return speed is not None and speed.median >= 1.0
-
-    @property
     def tokens_per_pass(self) -> float:
         """0.0 where plain decoding served all of it."""
         return self.result.tokens_per_pass or 0.0
@@ -109,19 +104,19 @@ class Examination:
     @property
     def verdict(self) -> str:
         """Use it, retrain it, or do without."""
-        length, speedup = self.greedy.tokens_per_pass, self.greedy.result.speedup
+        length, speedup, by_drafts = self.greedy.tokens_per_pass, self.greedy.result.speedup, self.greedy.by_drafts
         if not (self.greedy.is_exact and self.sampled.is_exact) or speedup is None:
             return f"do without until this is understood: the text is not the target's own ({length:.2f} tokens a pass)"
         figures = f"{length:.2f} tokens a pass, {speedup.median:.2f} times plain generate on this machine"
-        if self.greedy.by_drafts is not None:
-            figures += f", {self.greedy.by_drafts.median:.2f} times our loop without drafts"
+        if by_drafts is not None:
+            figures += f", {by_drafts.median:.2f} times our loop without drafts"
         if any(finding.check in ("layers and norms", "draft vocabulary") for finding in self.problems):
             return f"mend its configuration first, see above ({figures})"
-        if (count := len(self.greedy.texts)) < FEWEST_JUDGED:
-            return f"too few texts to tell ({count}): give more prompts, or more time (--thorough)"
+        if (texts := len(self.greedy.texts)) < FEWEST_JUDGED:
+            return f"too few texts to tell ({texts}): give more prompts, or more time (--thorough)"
         if length < USELESS_LENGTH:
             return f"do without, or retrain it for this target and these prompts ({length:.2f} tokens a pass)"
-        if self.greedy.pays:
+        if (by_drafts or speedup).median >= 1.0:
             return f"use it ({figures})"
         return f"it drafts, but not faster than without: try graphs (eagle31 warmup), or train it further ({figures})"
 
@@ -232,9 +227,9 @@ def _read_texts(
     """Those that are long enough, with the hidden states that any reading wants: as many as can be replayed by every
     reading in so many seconds. Each comes with its prompt."""
     binding = drafter.binding
-    config, count = drafter.config, len(binding.layers)
-    readings = other_readings(config, count)
-    keep = sorted(layers_to_keep(config, readings, count))
+    config, depth = drafter.config, len(binding.layers)
+    readings = other_readings(config, depth)
+    keep = sorted(layers_to_keep(config, readings, depth))
     read: list[TargetText] = []
     begun, each = time.monotonic(), 0.0
     for ids, prompt in texts:
@@ -268,8 +263,8 @@ def preflight(subject: Subject) -> list[Finding]:
         Finding(
             "shapes",
             "ok",
-            f"{form_of(subject.drafter)}, {config.num_hidden_layers} layer of width {config.hidden_size}, reads hidden "
-            f"states {layers} of {len(binding.layers)} layers of width {config.target_hidden_size}",
+            f"{form_of(subject.drafter)}, {count(config.num_hidden_layers, 'layer')} of width {config.hidden_size}, "
+            f"reads hidden states {layers} of {len(binding.layers)} layers of width {config.target_hidden_size}",
         ),
         _noted(
             tokens > config.vocab_size,
@@ -318,20 +313,20 @@ def _verification(binding: TargetBinding) -> Finding:
 
 
 def _text_finding(check: str, written: Written) -> Finding:
-    count, differences = len(written.texts), written.result.differences
+    texts, differences = len(written.texts), written.result.differences
     wrong = [(prompt, verdict) for prompt, verdict in differences.items() if verdict.kind is Kind.DIFFERENT]
     if not wrong:
         if not differences:
-            return Finding(check, "ok", f"{count} of {count} texts")
+            return Finding(check, "ok", f"{texts} of {texts} texts")
         ties = f"{len(differences)} of them part at a token that is as likely as another within rounding"
-        return Finding(check, "ok", f"{count} of {count} texts, {ties}")
+        return Finding(check, "ok", f"{texts} of {texts} texts, {ties}")
     where = "; ".join(
         f"prompt {prompt} after {verdict.position} tokens, logits {verdict.logit_gap:.3g} apart where a tie is "
         f"{TIE_ROUNDINGS * verdict.rounding:.3g}"
         for prompt, verdict in wrong[:3]
     )
     advice = "please report it with the JSON of this run; until then set speculation_loop='plain'"
-    return Finding(check, "problem", f"{len(wrong)} of {count} texts differ: {where}", advice)
+    return Finding(check, "problem", f"{len(wrong)} of {texts} texts differ: {where}", advice)
 
 
 def promised_acceptance(folder: Path | None) -> list[float]:
