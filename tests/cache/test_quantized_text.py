@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.drafter.assistant import NoDrafter
 from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
 from matrix import WHOLE, pairwise
 
@@ -24,38 +24,25 @@ SHAPES = {
 
 
 @cache
-@torch.no_grad()
-def token_by_token(name: str, prompt: tuple[int, ...], kind: str, new_tokens: int = NEW_TOKENS) -> list[Tensor]:
-    """Logits after each token of the target's greedy text over such a cache, one token per forward, prompt included.
-
-    Returns `(V,)` per token from the prompt's last one on.
-    """
-    binding = drafter_of(name).binding
-    cache = SpeculativeCache.from_config(
-        binding.text_config, batch_size=1, capacity=len(prompt) + new_tokens, block=1,
-        masks_by_type=binding.masks_by_type, cache_type=kind,
-    )  # fmt: skip
-    found: list[Tensor] = []
-    token_ids = list(prompt)
-    while len(found) < new_tokens:
-        token = token_ids[cache.lengths[0]]
-        cache.place(1)
-        mask = cache.attention_mask(dtype=binding.compute_dtype)
-        logits = binding.forward(torch.tensor([[token]]), cache.position_ids(), mask, cache).logits[0, -1]
-        cache.commit(1)
-        if cache.lengths[0] >= len(prompt):
-            found.append(logits)
-            token_ids.append(int(logits.argmax()))
-    return found
+def token_by_token(name: str, prompt: tuple[int, ...], kind: str, new_tokens: int = NEW_TOKENS) -> Tensor:
+    """Logits `(n, V)` after each token of the greedy text that our loop writes over such a cache without a draft."""
+    alone = NoDrafter(target_of(name))
+    how = {"max_new_tokens": new_tokens, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    with configured(alone, cache_type=kind, num_assistant_tokens_schedule="constant"):
+        ids = torch.tensor([prompt])
+        written = target_of(name).generate(ids, assistant_model=alone, prefill_chunk_size=1, **how)
+    assert (alone.stats.loop, alone.stats.cache_type, alone.stats.drafted) == ("own", kind, 0)
+    alone.detach()
+    return torch.cat(written.logits)
 
 
-def plain_text(name: str, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[list[Tensor]]]:
-    """New tokens `(B, n)` of token-by-token decoding, and the logits behind them."""
-    logits = [token_by_token(name, tuple(prompt), "int8") for prompt in prompts]
-    return torch.tensor([[int(step.argmax()) for step in row] for row in logits]), logits
+def plain_text(name: str, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """New tokens `(B, n)` of token-by-token decoding, and the logits `(B, n, V)` behind them."""
+    logits = torch.stack([token_by_token(name, tuple(prompt), "int8") for prompt in prompts])
+    return logits.argmax(-1), logits
 
 
-def assert_same_or_near(found: Tensor, plain: Tensor, logits: list[list[Tensor]]) -> None:
+def assert_same_or_near(found: Tensor, plain: Tensor, logits: Tensor) -> None:
     """Equal up to the first token where the two candidates are as near as the step between two codes can move them.
 
     A number that falls on the border between two codes goes either way with the last bit of the arithmetic.
@@ -64,7 +51,7 @@ def assert_same_or_near(found: Tensor, plain: Tensor, logits: list[list[Tensor]]
         differences = (row != plain[b]).nonzero()
         if len(differences):
             at = int(differences[0])
-            step = logits[b][at]
+            step = logits[b, at]
             assert step[plain[b, at]] - step[row[at]] < 1e-3 * (step.max() - step.min()), (b, at)
 
 
