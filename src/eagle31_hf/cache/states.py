@@ -58,10 +58,7 @@ class StateLayer(LinearAttentionLayer):
     recurrent_states: MutableMapping[int, Tensor | None]  # type: ignore[assignment]
 
     def __init__(self, placement: Placement, *, num_states: int, index: int):
-        super().__init__(number_of_states=num_states)
-        self._bind(placement, index)
-
-    def _bind(self, placement: Placement, index: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=num_states)
         self.placement, self.index = placement, index
         self.conv_states = _HandedOut(self, CONVOLUTION)
         self.recurrent_states = _HandedOut(self, RECURRENT)
@@ -322,9 +319,8 @@ class StatefulLayer(StateLayer, SlotLayer):  # type: ignore[misc]
     def __init__(
         self, placement: Placement, ring: int | None, workspace: Workspace | None, *, num_states: int, index: int
     ):
-        LinearAttentionLayer.__init__(self, number_of_states=num_states)
         SlotLayer.__init__(self, placement, ring, workspace)
-        self._bind(placement, index)
+        StateLayer.__init__(self, placement, num_states=num_states, index=index)
 
     def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:  # type: ignore[override]
         """For keys and values, given by position, or for a state, given by name."""

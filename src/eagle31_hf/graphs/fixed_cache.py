@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..cache.graph_sizes import slot_bucket
 from ..cache.layers import SlotLayer
@@ -97,8 +97,7 @@ class FixedStates(StateLayer):
     """
 
     def __init__(self, placement: Placement, source: StateLayer):
-        LinearAttentionLayer.__init__(self, number_of_states=source.number_of_states)
-        self._bind(placement, source.index)
+        StateLayer.__init__(self, placement, num_states=source.number_of_states, index=source.index)
 
     def take_states(self, source: StateLayer) -> None:
         """Stand for the states that this layer has committed of its rows."""
