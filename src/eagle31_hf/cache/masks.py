@@ -14,20 +14,24 @@ from .placement import Placement
 from .spans import LayerKind, LayerKinds
 
 
-def full_mask(placement: Placement, visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mask `(B, 1, T, slots)` of a full layer for block visibility `(1 or B, T, M)`."""
-    hidden_value, nodes = torch.finfo(dtype).min, visible.shape[2]
-    if placement.rows_alike:
-        mask = torch.zeros(*visible.shape[:2], placement.longest + nodes, dtype=dtype, device=visible.device)
-        mask[..., placement.longest :].masked_fill_(~visible, hidden_value)
-        return mask[:, None].expand(placement.batch_size, -1, -1, -1)
-    lengths = placement.lengths_tensor[:, None, None]
-    shape = (len(lengths), *visible.shape[1:])
-    slots = torch.arange(placement.longest + nodes, device=lengths.device)
-    mask = torch.zeros(shape[0], shape[1], len(slots), dtype=dtype, device=lengths.device)
-    mask.masked_fill_(slots >= lengths, hidden_value)
-    block = torch.zeros(visible.shape, dtype=dtype, device=lengths.device).masked_fill_(~visible, hidden_value)
-    return mask.scatter_(2, (lengths + slots[:nodes]).expand(shape), block.expand(shape))[:, None]
+def full_mask(slots: Tensor, num_slots: int, ancestors: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Mask `(b, 1, T, num_slots)` of a full layer for the last `T` nodes of a block, which lie in `slots` `(b, T)`.
+
+    Args:
+        ancestors: which nodes of the block each one sees, bool `(1 or b, T, M)`; `None`: a chain, where each sees its
+            slots up to its own.
+    """
+    columns = torch.arange(num_slots, device=slots.device)
+    if ancestors is None:
+        hidden = columns > slots[:, :, None]  # (b, T, S)
+    else:
+        num_queries, num_nodes = ancestors.shape[1:]
+        node = columns - (slots[:, :1] + num_queries - num_nodes)  # (b, S), below 0 before the block
+        held = node.clamp(0, num_nodes - 1)[:, None].expand(-1, num_queries, -1)  # (b, T, S)
+        seen = ancestors.expand(len(slots), -1, -1).gather(2, held) & (node < num_nodes)[:, None]
+        hidden = (node >= 0)[:, None] & ~seen
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
 
 
 def window_mask(
@@ -76,17 +80,20 @@ def block_masks(
     begins = none_is_causal and ancestors is None and placement.longest == placement.after == 0
     if (open_ended or begins) and not kinds.rings:
         return dict.fromkeys(kinds.by_mask) if kinds.types else None
-    if ancestors is None:  # a chain: query `i` is node `M - T + i` and sees every node up to itself
-        visible = torch.ones(1, num_queries, num_nodes, dtype=torch.bool, device=device).tril_(num_nodes - num_queries)
-    else:
-        visible = ancestors.to(device=device, dtype=torch.bool)
+    seen = None if ancestors is None else ancestors.to(device=device, dtype=torch.bool)
+    rows = 1 if placement.rows_alike and (seen is None or len(seen) == 1) else None  # one mask for all, or each its own
 
     def mask_of(kind: LayerKind) -> Tensor | None:
         if kind.window is None:
-            return full_mask(placement, visible, dtype) if kind.attends and not open_ended else None
-        assert ancestors is None or depths is not None, "windows count positions, which a tree's depths tell"
-        positions = torch.arange(num_nodes, device=device)[None] if depths is None else depths.to(device)
-        return window_mask(kind, placement, positions, visible, dtype)
+            if open_ended or not kind.attends:
+                return None
+            mask = full_mask(placement.chain_slots[:rows], placement.visible_slots, seen, dtype)
+            return mask.expand(placement.batch_size, -1, -1, -1)
+        if seen is None:  # a chain: query `i` is node `M - T + i`, and sees every node up to itself
+            nodes = torch.arange(num_nodes, device=device)[None]
+            return window_mask(kind, placement, nodes, nodes[:, None] <= nodes[:, -num_queries:, None], dtype)
+        assert depths is not None, "windows count positions, which a tree's depths tell"
+        return window_mask(kind, placement, depths.to(device), seen, dtype)
 
     made = {kind: mask_of(kind) for kind in dict.fromkeys(kinds.by_mask.values())}
     if kinds.types is None:

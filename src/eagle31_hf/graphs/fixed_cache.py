@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..cache.graph_sizes import slot_bucket
 from ..cache.layers import SlotLayer
+from ..cache.masks import full_mask
 from ..cache.placement import Placement
 from ..cache.row_pool import RowPool
 from ..cache.speculative import SpeculativeCache
@@ -213,24 +214,8 @@ class FixedShapeCache(Cache):
         return {name: mask if kind.attends else None for name, kind in self.kinds.by_mask.items()}
 
     def mask(self, dtype: torch.dtype, ancestors: Tensor | None = None) -> Tensor:
-        """Made in the graph: the mask `(B, 1, T, S)` that `SpeculativeCache` gives full layers, over all their slots.
-
-        Args:
-            ancestors: which nodes of the block each written one sees, `(B, T, M)`, the last `T` of `M` being written;
-                `None`: a chain, where each sees its slots up to its own.
-        """
-        slots = self.block.slots  # (B, T)
-        columns = torch.arange(self._attending[0].keys.shape[2], device=slots.device)
-        if ancestors is None:
-            hidden = columns > slots[:, :, None]  # (B, T, S)
-        else:
-            nodes = ancestors.shape[2]
-            node = columns - (slots[:, :1] + slots.shape[1] - nodes)  # (B, S), below 0 before the block
-            held = node.clamp(0, nodes - 1)[:, None].expand(-1, slots.shape[1], -1)  # (B, T, S)
-            seen = ancestors.gather(2, held) & (node < nodes)[:, None]
-            hidden = (node >= 0)[:, None] & ~seen
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
-        return mask.masked_fill(hidden, torch.finfo(dtype).min)[:, None]
+        """Made in the graph: `full_mask` of what is written, over all slots of full layers."""
+        return full_mask(self.block.slots, self._attending[0].keys.shape[2], ancestors, dtype)
 
 
 class CommittedStates:
