@@ -101,11 +101,7 @@ class PairSource:
         panel=LOADING,
     )
     chat_template: Path | None = option(
-        None,
-        "Jinja file to use instead of the target's chat template.",
-        exists=True,
-        dir_okay=False,
-        panel=LOADING,
+        None, "Jinja file to use instead of the target's chat template.", exists=True, dir_okay=False, panel=LOADING
     )
 
     def __post_init__(self) -> None:
@@ -166,11 +162,7 @@ class DraftOptions:
 
 
 def load_pair(
-    source: PairSource,
-    drafting: DraftOptions = DraftOptions(),
-    *,
-    batch: int = 1,
-    needs_drafter: bool = False,
+    source: PairSource, drafting: DraftOptions = DraftOptions(), *, batch: int = 1, needs_drafter: bool = False
 ) -> LoadedPair:
     """Load target, tokenizer and drafter, and attach them; a memory plan that was asked for is printed before.
 
@@ -214,13 +206,7 @@ def load_pair(
         drafter.generation_config.cache_type = source.cache_type
     drafter.generation_config.acceleration = source.acceleration
     drafting.apply_to(drafter)
-    return LoadedPair(
-        name=source.target or "the embedded target",
-        target=target,
-        drafter=drafter,
-        tokenizer=tokenizer,
-        plan=plan,
-    )
+    return LoadedPair(source.target or "the embedded target", target, drafter, tokenizer, plan)
 
 
 def _take_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
