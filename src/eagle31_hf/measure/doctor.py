@@ -318,7 +318,7 @@ def _text_finding(check: str, written: Written) -> Finding:
     if not wrong:
         if not differences:
             return Finding(check, "ok", f"{texts} of {texts} texts")
-        ties = f"{len(differences)} of them part at a token that is as likely as another within rounding"
+        ties = f"up to {count(len(differences), 'tie')} between tokens that are as likely within rounding"
         return Finding(check, "ok", f"{texts} of {texts} texts, {ties}")
     where = "; ".join(
         f"prompt {prompt} after {verdict.position} tokens, logits {verdict.logit_gap:.3g} apart where a tie is "
