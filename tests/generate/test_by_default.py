@@ -117,7 +117,7 @@ def test_errors_of_a_text_that_was_begun_are_passed_on(eagle, target):
 
 def test_a_drafter_that_no_longer_fits_is_left_out(eagle, target):
     plain = written(target, assistant_model=None)
-    eagle.generation_config.draft_top_k = 0
+    eagle.generation_config.draft_tree_size, eagle.generation_config.draft_top_k = 7, 1
     assert torch.equal(written(target), plain)
     assert "draft_top_k" in eagle.stats.reason
 

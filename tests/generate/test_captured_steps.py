@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from kept_pairs import GREEDY, SAMPLING, assert_plain, failing, kept_target, kinds, make_pair, settle, write
+from kept_pairs import GREEDY, SAMPLING, assert_plain, failing, kept_target, kinds, make_pair, write
 from torch import Tensor
 from torch.nn.modules import module as modules
 from transformers import LogitsProcessor
@@ -29,7 +29,7 @@ from eagle31_hf.graphs.captured import Recording
 from eagle31_hf.loop import accept
 from eagle31_hf.loop.decoder import SpeculativeDecoder
 from eagle31_hf.loop.pair import Pair
-from helpers import CONFIGS, configured, random_drafter, random_prompts, random_target
+from helpers import configured, random_prompts
 from recorder import Recorder, record_operations
 
 WAYS = [GREEDY, SAMPLING]
@@ -297,34 +297,21 @@ def test_graphs_of_the_way_that_was_met_first_make_room(
 # --- a target that changes --------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_that_is_switched_on_and_off_has_two_sets_of_graphs(recorder: Recorder) -> None:
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, lora_alpha=64, init_lora_weights=False, target_modules=["q_proj"]
-    )
-    model = peft.get_peft_model(random_target(CONFIGS["llama"]()), lora).eval()
-    pair = settle(random_drafter(model, aux_layers=[1, 2, 4]))
-    recorded = []
-    for _ in range(3):
-        assert_plain(pair, target=model)
-        with model.disable_adapter():
-            assert_plain(pair, target=model)
-        recorded.append(recorder.recorded)
-        assert "advance" in kinds(pair)
-    assert recorded[0] > 0
-    assert recorded == [recorded[0]] * 3, "each state's steps were recorded once"
-
-
-def test_memory_that_runs_out_takes_the_graphs_of_all_states(pair: Eagle31Drafter, recorder: Recorder) -> None:
-    target = pair.binding.model
-    write(pair)
-    made = Pair.of(pair).graphs
-    target.model.layers[0].self_attn.scaling *= 2
+def test_each_state_of_a_target_has_its_graphs_and_memory_takes_them_all(
+    pair: Eagle31Drafter, recorder: Recorder
+) -> None:
+    """As where an adapter is switched on and off (`test_adapters`)."""
+    attention, recorded = pair.binding.model.model.layers[0].self_attn, []
+    own = attention.scaling
     try:
-        write(pair)
+        for scaling in (own, 2 * own, own, 2 * own):
+            attention.scaling = scaling
+            assert_plain(pair)
+            recorded.append(recorder.recorded)
     finally:
-        target.model.layers[0].self_attn.scaling /= 2
-    assert Pair.of(pair).graphs is made
+        attention.scaling = own
+    assert 0 < recorded[0] < recorded[1] == recorded[3], "each state's steps were recorded once"
+    made = Pair.of(pair).graphs
     assert len(made._of_states) == 2
     made.drop("memory is wanted elsewhere")
     assert not any(steps for _, steps, _ in made._of_states)
