@@ -115,6 +115,22 @@ def test_what_was_asked_for_and_caches_and_beams_of_transformers() -> None:
     assert_same_text(target, drafter, why="StaticCache", fresh=cache, **plain)
 
 
+@pytest.mark.parametrize("other", [{"use_mtp": True}, {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}])
+@pytest.mark.parametrize("place", ["call", "config", "target"])
+def test_a_drafter_that_is_named_comes_before_other_ways_to_draft(other: dict[str, Any], place: str) -> None:
+    drafter = drafter_for(CONFIGS["llama"]())
+    target: Any = drafter.binding.model
+    wanted = target.generate(**one(), **GREEDY)
+    how: dict[str, Any] = other if place == "call" else {}
+    if place == "config":
+        how = {"generation_config": hf.GenerationConfig(**other)}
+    if place == "target":
+        target.generation_config.update(**other)
+    text = target.generate(**one(), assistant_model=drafter, **GREEDY, **how)
+    assert (drafter.stats.loop, drafter.stats.reason) == ("own", "")
+    assert torch.equal(text, wanted)
+
+
 def test_a_target_without_trees_is_decoded_plainly() -> None:
     drafter = drafter_for(CONFIGS["llama"]())
     drafter.binding.tree_unsupported_reason = "the target failed the tree self-test (tried in a test)"

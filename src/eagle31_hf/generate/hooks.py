@@ -44,8 +44,9 @@ _of_thread = _OfThread()
 
 KEPT_AT = "_eagle31_named_drafters"
 """Where a target keeps its drafters by name, so that they go when it goes. A copy of the target has none."""
-OTHER_DRAFTS = ("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
-"""Arguments of `generate` that name another way to draft, or to decode."""
+OTHER_DRAFTS = ("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit")
+"""Settings of `generate` that name another way to draft. A drafter that a call names comes before them, they before a
+target's default one."""
 _loading_one = threading.Lock()
 
 
@@ -70,6 +71,7 @@ def _assisting(stock: Callable) -> Callable:
         if assistant is None:
             return stock(self, *args, **kwargs)
         arguments.pop("assistant_model", None)
+        arguments |= {name: None for name in OTHER_DRAFTS if setting(name)}  # or `generate` would draft by them
         call = AssistedCall(self, assistant, setting("num_assistant_tokens"), by_default)
         outer, _of_thread.call = _of_thread.call, call
         try:
@@ -99,7 +101,8 @@ def _assistant_of(model: Any, arguments: dict[str, Any]) -> tuple[Assistant | No
     if isinstance(named, Assistant):
         return named, False
     default = vars(model).get(DEFAULT_AT, {}).get("assistant")
-    others = ("assistant_model" in arguments, *(_setting(model, arguments, name) for name in OTHER_DRAFTS))
+    asks = (_setting(model, arguments, name) for name in (*OTHER_DRAFTS, "custom_generate"))
+    others = ("assistant_model" in arguments, *asks)
     return (None, False) if default is None or any(others) else (default, True)
 
 
