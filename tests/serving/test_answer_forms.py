@@ -297,17 +297,20 @@ def test_special_tokens_that_are_marks_are_shown(name):
 
 def assert_forced(tokenizer, tools, text):
     """A call that has to be made may be written like this."""
-    grammar = call_grammar(form_of(tokenizer), tools, str(tokenizer.chat_template))
+    grammar = call_grammar(form_of(tokenizer), tools, tokenizer)
     compiled = GrammarCompiler(tokenizer, len(tokenizer), frozenset([2])).compile("grammar", grammar)
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         assert compiled.matcher.consume_token(token), tokenizer.decode([token])
     assert compiled.matcher.is_accepting()
 
 
+@pytest.mark.parametrize("has_tokens", [False, True], ids=["text", "added tokens"])
 @pytest.mark.parametrize("name", list(FORMS))
-def test_forced_calls_are_read_back(name):
+def test_forced_calls_are_read_back(name, has_tokens):
     pytest.importorskip("llguidance")
     tokenizer = tokenizer_of(name)
+    if has_tokens:  # as published tokenizers have them
+        tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"])
     calls = [("get_weather", {"text": "a b", "count": 3, "sure": True, "inner": {"x": [1]}})]
     text = FORMS[name][1](calls) if name in ("Hermes JSON", "Qwen XML", "GLM XML") else as_json(calls[0])
     assert_forced(tokenizer, TOOLS, text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,23 @@ SEEN_AT_ONCE = 32
 def with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema, told how much white space its texts may have."""
     return {"x-guidance": WHITE_SPACE, **schema}
+
+
+class LarkText:
+    """Writes texts in Lark's notation, the added tokens in them by their ids: to llguidance those are not their text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._ids = tokenizer.get_added_vocab()
+        longest_first = sorted(filter(None, self._ids), key=len, reverse=True)
+        self._added = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+    def __call__(self, text: str) -> str:
+        parts = filter(None, self._added.split(text))
+        return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts)
+
+    def before_token(self, text: str) -> str:
+        """What stands before its first added token."""
+        return self._added.split(text)[0]
 
 
 class OpenThought:

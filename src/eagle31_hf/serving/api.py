@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from ..errors import ConfigurationError
-from ..sampling.grammar import Grammar, GrammarCompiler, OpenThought, with_white_space
+from ..sampling.grammar import Grammar, GrammarCompiler, LarkText, OpenThought, with_white_space
 from ..texts.answer_forms import UNIONS, AnswerForm, options_of, with_types
 from ..texts.chats import encode_chat, is_read, is_reserved
 from .answers import ends_in_thought
@@ -114,7 +116,7 @@ class Translator:
             return None
         kind, value = wanted.kind, wanted.value
         if kind == "call":
-            kind, value = "grammar", call_grammar(self._engine.form, value, str(self._tokenizer.chat_template))
+            kind, value = "grammar", call_grammar(self._engine.form, value, self._tokenizer)
         try:
             with self._lock:
                 return self._grammars.compile(kind, value)
@@ -133,57 +135,62 @@ def _sampling(body: AnyBody, choice: int) -> Sampling:
 # --- calls that are forced --------------------------------------------------------------------------------------------
 
 
-def call_grammar(form: AnswerForm, tools: Sequence[dict[str, Any]], template: str) -> str:
+def call_grammar(form: AnswerForm, tools: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
     """A Lark grammar of texts that call one of the tools, in the form's own words where those are text alone, else as
     JSON alone."""
-    functions = [tool["function"] for tool in tools]
+    functions, lark = [tool["function"] for tool in tools], LarkText(tokenizer)
     if form.name == "Qwen XML":
-        rules = [_xml_rules(n, f, "<tool_call>\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n",
+        rules = [_xml_rules(lark, n, f, "<tool_call>\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n",
                             "</function>\n</tool_call>") for n, f in enumerate(functions)]  # fmt: skip
     elif form.name == "GLM XML":
-        rules = [_xml_rules(n, f, "<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n",
+        rules = [_xml_rules(lark, n, f, "<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n",
                             "</tool_call>") for n, f in enumerate(functions)]  # fmt: skip
     else:
-        arguments = "parameters" if form.name != "Hermes JSON" and '"parameters":' in template else "arguments"
-        marks = ("<tool_call>\n", "\n</tool_call>") if form.name == "Hermes JSON" else ("", "")
-        rules = [_json_rules(n, f, arguments, marks) for n, f in enumerate(functions)]
+        arguments, marks = "arguments", ("<tool_call>\n", "\n</tool_call>")
+        if form.name != "Hermes JSON":
+            arguments = "parameters" if '"parameters":' in str(tokenizer.chat_template) else arguments
+            marks = "", ""
+        rules = [_json_rules(lark, n, f, arguments, marks) for n, f in enumerate(functions)]
     return "\n".join(["start: " + " | ".join(f"call{n}" for n in range(len(rules))), *rules])
 
 
-def _json_rules(number: int, function: dict[str, Any], arguments: str, marks: tuple[str, str]) -> str:
+def _json_rules(lark: LarkText, number: int, function: dict[str, Any], arguments: str, marks: Sequence[str]) -> str:
     """The parameters are a schema of their own, so that its references point into it."""
-    begin = json.dumps(f'{marks[0]}{{"name": {json.dumps(function["name"])}, "{arguments}": ')
+    begin = lark(f'{marks[0]}{{"name": {json.dumps(function["name"])}, "{arguments}": ')
     schema = json.dumps(with_white_space(function.get("parameters") or {"type": "object"}))
-    end = json.dumps("}" + marks[1])
+    end = lark("}" + marks[1])
     return f"call{number}: {begin} arguments{number} {end}\narguments{number}: %json {schema}"
 
 
-def _xml_rules(number: int, function: dict[str, Any], begin: str, key: str, key_end: str, end: str) -> str:
+def _xml_rules(
+    lark: LarkText, number: int, function: dict[str, Any], begin: str, key: str, key_end: str, end: str
+) -> str:
     """Each parameter by itself, in their order; those that are not required may be left out."""
     parameters = with_types(function.get("parameters") or {})
     required, definitions = parameters.get("required", []), {k: parameters[k] for k in ("$defs",) if k in parameters}
     parts, rules = [], []
     for place, (name, schema) in enumerate(parameters.get("properties", {}).items()):
         value = f"value{number}x{place}"
-        parts.append(f"({json.dumps(key.format(name))} {value})" + ("" if name in required else "?"))
-        rules.append(f"{value}: {_value_rule(schema, definitions, key_end)}")
-    call = " ".join([json.dumps(begin.format(function["name"])), *parts, json.dumps(end)])
+        parts.append(f"({lark(key.format(name))} {value})" + ("" if name in required else "?"))
+        rules.append(f"{value}: {_value_rule(lark, schema, definitions, key_end)}")
+    call = " ".join([lark(begin.format(function["name"])), *parts, lark(end)])
     return "\n".join([f"call{number}: {call}", *rules])
 
 
-def _value_rule(schema: Any, definitions: dict[str, Any], end: str) -> str:
+def _value_rule(lark: LarkText, schema: Any, definitions: dict[str, Any], end: str) -> str:
     """Strings stand for themselves, all else is JSON; `end` comes after either."""
     if not isinstance(schema, dict):
         schema = {}
     if options := options_of(schema):
         texts = [option if isinstance(option, str) else json.dumps(option) for option in options]
-        return " | ".join(json.dumps(text + end) for text in texts)
+        return " | ".join(lark(text + end) for text in texts)
     kinds, union = schema.get("type"), next((u for u in UNIONS if isinstance(schema.get(u), list)), None)
     if isinstance(kinds, list) and "string" in kinds:
-        return " | ".join(f"({_value_rule({**schema, 'type': kind}, definitions, end)})" for kind in kinds)
+        return " | ".join(f"({_value_rule(lark, {**schema, 'type': kind}, definitions, end)})" for kind in kinds)
     if union is not None and kinds is None:
-        return " | ".join(f"({_value_rule(choice, definitions, end)})" for choice in schema[union])
+        return " | ".join(f"({_value_rule(lark, choice, definitions, end)})" for choice in schema[union])
     if kinds == "string":  # one expression with its end: matched as far as it goes, it would take that too
-        until = re.escape(end).replace("\\\n", "\\n").replace("/", "\\/")
-        return f"/[^<]{{0,{schema.get('maxLength', 1000)}}}{until}/"
-    return f"%json {json.dumps(with_white_space({**schema, **definitions}))} {json.dumps(end)}"
+        text = lark.before_token(end)
+        until = re.escape(text).replace("\\\n", "\\n").replace("/", "\\/")
+        return f"/[^<]{{0,{schema.get('maxLength', 1000)}}}{until}/ {lark(end[len(text) :])}"
+    return f"%json {json.dumps(with_white_space({**schema, **definitions}))} {lark(end)}"
