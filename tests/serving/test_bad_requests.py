@@ -53,6 +53,8 @@ BANANA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
         ({"structured_outputs": {"regex": "("}}, 400, "regex: this regular expression cannot be followed"),
         ({"structured_outputs": {"grammar": "start: missing"}}, 400, "grammar: this grammar cannot be followed"),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, 400, "GBNF went in 0.2.0: write the grammar in Lark's"),
+        ({"structured_outputs": {"choice": []}}, 400, "choice: got []; wanted at least 1 of them"),
+        ({"num_beams": 4}, 400, "num_beams would change the text and is not served; texts are drawn or greedy"),
         ({"structured_outputs": {"jsn": {}}}, 400, "structured_outputs.jsn: got {}; wanted a field that is served"),
         ({"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, 400, "follow one of them"),
     ],
@@ -94,7 +96,10 @@ def test_bodies_that_are_no_request_get_an_error_in_openais_shape(served, body, 
 
 
 def test_unknown_paths_and_methods_get_the_same_shape(served):
-    for path, status, says in (("nothing", 404, "Not Found"), ("chat/completions", 405, "Method Not Allowed")):
+    for path, status, says in (
+        ("nothing", 404, "Not Found; served are /v1/chat/completions"),
+        ("chat/completions", 405, "Method Not Allowed"),
+    ):
         told = HTTP.get(f"{served.url}/v1/{path}")
         assert told.status_code == status
         assert says in told.json()["error"]["message"]
@@ -119,6 +124,7 @@ def test_browsers_let_the_pages_ask_that_were_named_and_no_others(pair):
         told = HTTP.options(path, headers={"origin": named, **asking})
         assert (told.status_code, told.headers["access-control-allow-origin"]) == (200, named)
         refused = HTTP.post(path, json={}, headers={"origin": named})
+        assert "X-Ignored-Fields" in refused.headers["access-control-expose-headers"]
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, named), "errors are told"
         assert "access-control-allow-origin" not in HTTP.options(path, headers={"origin": other, **asking}).headers
 

@@ -99,7 +99,7 @@ def test_short_prompts_join_together_between_two_rounds():
 def test_what_is_cancelled_or_fails_makes_way():
     made, told = scheduler([50, 50], max_rows=1, max_waiting=1), []
     first, second = submit(made, told), submit(made, told)
-    with pytest.raises(ApiError, match="1 requests"):
+    with pytest.raises(ApiError, match="1 text waiting already"):
         submit(made)
     first.cancelled = True
     made.turn()

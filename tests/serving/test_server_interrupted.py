@@ -36,6 +36,8 @@ def test_a_full_queue_says_when_to_come_back(pair):
         with pytest.raises(openai.RateLimitError) as caught:
             chat(client)
         assert caught.value.response.headers["retry-after"] == "60"
+        with pytest.raises(openai.BadRequestError, match="got 3 texts in a request; wanted at most 2"):
+            chat(client, n=3)
         first.close()
         second.join(timeout=30)
         assert not second.is_alive()

@@ -107,12 +107,12 @@ class PairSource:
     def __post_init__(self) -> None:
         """What was named without options is target and drafter."""
         names, self.pair = self.pair or [], None
-        if len(names) > 2 or (names and (self.target is not None or self.drafter is not None)):
+        if len(names) > 2 or (names and self.target is not None) or (len(names) == 2 and self.drafter is not None):
             raise ConfigurationError(
-                f"got {' '.join(names)!r} beside other names; wanted TARGET DRAFTER, or --target and --drafter"
+                f"got {' '.join(names)!r}, which names too much; wanted TARGET DRAFTER, or --target and --drafter"
             )
         if names:
-            self.target, self.drafter = (*names, None)[:2]
+            self.target, self.drafter = names[0], names[1] if len(names) == 2 else self.drafter
 
     @property
     def torch_dtype(self) -> str:

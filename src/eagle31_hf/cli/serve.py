@@ -73,9 +73,8 @@ def serve(
         f"{_address(listening)}/v1 (Ctrl-C to stop)",
         soft_wrap=not console.is_terminal,
     )
-    tools = (
-        "" if shows_tools(pair.tokenizer) else "; requests with tools are refused: the template has no place for them"
-    )
+    refused = "; requests with tools are refused: the template has no place for them (--chat-template)"
+    tools = "" if shows_tools(pair.tokenizer) else refused
     console.print(f"Thoughts and calls are read as: {engine.form.name}{tools}", style="dim")
     if engine.unfollowed:
         console.print(
@@ -89,7 +88,7 @@ def serve(
 
     def say_stopping(running: int) -> None:
         if running:
-            console.print(f"finishing {count(running, 'answer')}; Ctrl-C again to stop now")
+            console.print(f"finishing {count(running, 'answer')} for at most {grace:g} s; Ctrl-C again to stop now")
 
     HttpServer(app, engine, grace_s=grace, on_stop=say_stopping).run(sockets=[listening])
 

@@ -145,7 +145,8 @@ class MemoryPlan:
         if not self.card.is_same_as(found):
             raise MemoryPlanError(
                 f"this plan was made for {self.card.name} ({self.card.kind}, {self.card.total_bytes / GIB:.1f} GiB), "
-                f"got {found.name} ({found.kind}, {found.total_bytes / GIB:.1f} GiB); plan again for this card"
+                f"got {found.name} ({found.kind}, {found.total_bytes / GIB:.1f} GiB); plan again for this card, or "
+                "leave --card out"
             )
 
     # --- JSON --------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class LarkText:
-    """Writes texts in Lark's notation, the added tokens in them by their ids: to llguidance those are not their text."""
+    """Writes texts in Lark's notation, added tokens in them by their ids: to llguidance they are no text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._ids = tokenizer.get_added_vocab()
@@ -119,9 +119,9 @@ class GrammarCompiler:
             problem = str(error) or type(error).__name__
         if problem and kind == "grammar" and "::=" in value:
             problem = removal("structured_outputs.grammar in GBNF")
-        if problem:
+        if problem:  # behind it stands the whole grammar
             what = {"json": "JSON schema", "regex": "regular expression"}.get(kind, "grammar")
-            raise ConfigurationError(f"this {what} cannot be followed: {' '.join(problem.split())}")
+            raise ConfigurationError(f"this {what} cannot be followed: {problem.splitlines()[0]}")
         return Grammar(matcher, self._vocabulary, self._eos_ids)
 
     @cached_property

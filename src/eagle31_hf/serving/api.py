@@ -87,7 +87,8 @@ class Translator:
             raise TooLongError(longest, len(prompt))
         most, room = body.max_new_tokens, longest - len(prompt)
         if most is None:
-            most = min(default_tokens or self._engine.default_new_tokens or room, room)
+            configured = self._engine.drafter.binding.model.generation_config.max_new_tokens
+            most = min(default_tokens or configured or room, room)
         elif most == NO_LIMIT:
             most = room
         if (body.min_tokens or 0) > most:

@@ -32,6 +32,7 @@ from .metrics import ServerMetrics
 from .rows import ServedText
 from .text import Event, Request, Usage
 
+NAMING_HEADERS = "X-Ignored-Fields", "X-Unfollowed-Settings"
 MAX_BODY_BYTES = 8 * 2**20
 MOST_NAMED, MOST_REMEMBERED = 64, 1000
 """Ignored fields that a header or a line names, and that a server remembers having named."""
@@ -104,9 +105,8 @@ def make_app(engine: Engine, *, model: str, api_key: str | None = None, allow_or
         key = [Depends(server.check_key)]
         app.add_api_route(path, handler, methods=[method], response_model=None, dependencies=key)
     if allow_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
-        )
+        may = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": NAMING_HEADERS}
+        app.add_middleware(CORSMiddleware, allow_origins=allow_origins, **may)
     for kind in (Eagle31Error, HTTPException, Exception):
         app.add_exception_handler(kind, _as_response)
     return app
@@ -184,8 +184,8 @@ class _Server:
         if new and len(self._named) < MOST_REMEMBERED:
             self._named.update(new)
             logger.info("not read, and so ignored, in requests: %s", ", ".join(new[:MOST_NAMED]))
-        named = {"X-Ignored-Fields": ignored, "X-Unfollowed-Settings": self.engine.unfollowed}
-        return {header: ", ".join(names[:MOST_NAMED]) for header, names in named.items() if names}
+        named = zip(NAMING_HEADERS, (ignored, self.engine.unfollowed), strict=True)
+        return {header: ", ".join(names[:MOST_NAMED]) for header, names in named if names}
 
     async def _pieces(self, run: _Run, writer: AnswerWriter) -> AsyncIterator[list[dict[str, Any]]]:
         """What each event adds to a stream."""
@@ -268,6 +268,11 @@ class _Run:
             with suppress(RuntimeError):  # the loop is closed, and its clients are gone
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
+        room = self.server.engine.batch.max_rows + self.server.engine.settings.max_waiting
+        if len(self.texts) > room:
+            raise ApiError(
+                f"got {len(self.texts)} texts in a request; wanted at most {room}, all that this server takes"
+            )
         try:
             for index, text in enumerate(self.texts):
                 self._running.append(self.server.engine.submit(text, partial(tell, index)))
@@ -358,7 +363,8 @@ async def _while_connected(request: HttpRequest, work: Awaitable[None]) -> None:
 
 async def _as_response(request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+        served = "; served are /v1/chat/completions, /v1/completions and /v1/models" if error.status_code == 404 else ""
+        error = ApiError(f"{request.method} {request.url.path}: {error.detail}{served}", status=error.status_code)
     elif isinstance(error, (ConfigurationError, UnsupportedGenerationError)):
         error = ApiError(str(error))
     elif not isinstance(error, ApiError):

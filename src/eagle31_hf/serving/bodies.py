@@ -172,7 +172,7 @@ class Structured(BaseModel):
 
     json_: WrittenObject | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[Text] | None = None
+    choice: Annotated[list[Text], Field(min_length=1)] | None = None
     grammar: str | None = None
     json_object: StrictBool | None = None
 
@@ -182,7 +182,7 @@ class Structured(BaseModel):
         """vLLM's client sends what it does not ask for as null or false."""
         if not isinstance(fields, dict):
             return fields
-        return {name: value for name, value in fields.items() if value not in (None, False, "", [])}
+        return {name: value for name, value in fields.items() if value not in (None, False, "")}
 
     @property
     def constraints(self) -> list[Constraint]:
@@ -199,13 +199,13 @@ class StreamOptions(BaseModel):
 
 # --- fields that are not read -----------------------------------------------------------------------------------------
 
-_GRAMMAR = "pass structured_outputs"
+_GRAMMAR, _NO_BEAMS = "pass structured_outputs", "texts are drawn or greedy"
 REFUSED: dict[str, tuple[Any, ...]] = {
     # what to do, and values that ask for nothing (as do null, "", [] and {})
     "functions": ("pass tools",), "function_call": ("pass tool_choice", "none", "auto"),
     "audio": ("only text is written",), "modalities": ("only text is written", ["text"]),
     "suffix": ("only texts that go on are written",), "echo": ("/v1/completions has it", False),
-    "best_of": ("ask for n and choose", 1), "use_beam_search": ("texts are drawn or greedy", False),
+    "best_of": ("ask for n and choose", 1), "use_beam_search": (_NO_BEAMS, False), "num_beams": (_NO_BEAMS, 1),
     "length_penalty": ("it belongs to beam search", 1), "add_generation_prompt": ("an answer is always begun", True),
     "truncate_prompt_tokens": ("cut the prompt before it is sent", -1),
     "continue_final_message": ("complete a text with /v1/completions", False),
@@ -221,8 +221,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "n_predict": ("pass max_tokens", -1), "t_max_predict_ms": ("pass max_tokens", 0, -1), "n_cmpl": ("pass n", 1),
     **dict.fromkeys(("lora", "lora_path"), ("the server has the adapters it was started with",)),
     "repeat_penalty": ("pass repetition_penalty", 1), "repeat_last_n": ("penalties look at the whole text", -1, 64),
-    "samplers": ("their order is transformers'",),
+    "guidance_scale": ("", 1), "samplers": ("their order is transformers'",),
     **dict.fromkeys(("n_indent", "xtc_probability", "dynatemp_range", "dry_multiplier", "mirostat"), ("", 0)),
+    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff"), ("", 0)),
     **dict.fromkeys(("top_n_sigma", "adaptive_target"), ("", -1)),
 }  # fmt: skip
 """Fields of other servers that would change the text and are not served here: these are refused, not ignored."""

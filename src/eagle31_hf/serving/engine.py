@@ -102,11 +102,6 @@ class Engine:
         return unfollowed(self.drafter.binding.model.generation_config)
 
     @property
-    def default_new_tokens(self) -> int | None:
-        """Tokens of an answer to a request that sets no limit, where the target's generation config does."""
-        return self.drafter.binding.model.generation_config.max_new_tokens
-
-    @property
     def is_alive(self) -> bool:
         return self._thread.is_alive() and self._accepts
 

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from ..errors import count
 from .api_errors import ApiError
 from .text import Event
 
@@ -47,7 +48,7 @@ class Scheduler:
         """Line it up."""
         waiting = len(self.waiting) + self.running - self.batch.max_rows
         if waiting >= self.max_waiting:
-            message = f"{waiting} requests are waiting already, which is all that may; try again later"
+            message = f"{count(waiting, 'text')} waiting already, as many as may; try again later"
             raise ApiError(message, status=429, code="queue_full", headers={"Retry-After": str(self._retry_after_s)})
         self.waiting.append(text)
 
