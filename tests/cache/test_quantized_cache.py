@@ -97,12 +97,10 @@ def test_a_cache_type_is_kept_with_the_settings(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_make_no_sense_are_refused(fields: dict, message: str) -> None:
+    """One alone where it is set, those that do not go together by the next text."""
     with pytest.raises(ConfigurationError, match=message):
         Eagle31GenerationConfig(**fields).check()
-    with (
-        configured(drafter_of("llama"), **fields) as eagle,
-        pytest.raises(ConfigurationError, match=message),
-    ):
+    with pytest.raises(ConfigurationError, match=message), configured(drafter_of("llama"), **fields) as eagle:
         target_of("llama").generate(torch.tensor([[3, 4]]), assistant_model=eagle, max_new_tokens=2)
 
 

@@ -80,7 +80,7 @@ DRAFTED = {
     "verify": ("before", lambda _, tree, *rest: drafted_oddly(tree)),
     "accept": ("before", lambda _, tree, *rest: drafted_oddly(tree)),
     "accepted": ("after", lambda _, tree, *rest: drafted_oddly(tree)),
-    "keep": ("before", lambda _, paths, counts: 1 < max(counts) <= 4),  # a prompt has more
+    "keep": ("before", lambda _, paths: 1 < max(map(len, paths)) <= 4),  # a prompt has more
     "absorb": ("before", lambda _, tokens, *rest: tokens.shape[1] > 1),
     "draft step": ("before", lambda *_: True),
     "first token": ("after", lambda *_: True),

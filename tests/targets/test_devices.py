@@ -82,6 +82,6 @@ def test_the_doctor_knows_of_a_quicker_type_than_float32(processor) -> None:
 )
 def test_commands_load_what_is_quick_unless_told_otherwise(monkeypatch, settings, loaded) -> None:
     monkeypatch.setattr(loading, "quick_dtype", lambda stored, device: torch.float32)
-    pair = load_pair(PairSource(str(MODELS / "demo-target"), str(DEMO_DRAFTER), dtype=settings, device="cpu"))
+    pair = load_pair(PairSource([str(MODELS / "demo-target"), str(DEMO_DRAFTER)], dtype=settings, device="cpu"))
     assert pair.target.dtype is loaded
     assert pair.drafter.dtype is loaded

@@ -105,7 +105,7 @@ def make_app(engine: Engine, *, model: str, api_key: str | None = None, allow_or
         key = [Depends(server.check_key)]
         app.add_api_route(path, handler, methods=[method], response_model=None, dependencies=key)
     if allow_origins:
-        may = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": NAMING_HEADERS}
+        may: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": NAMING_HEADERS}
         app.add_middleware(CORSMiddleware, allow_origins=allow_origins, **may)
     for kind in (Eagle31Error, HTTPException, Exception):
         app.add_exception_handler(kind, _as_response)
