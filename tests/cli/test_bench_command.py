@@ -57,9 +57,3 @@ def test_a_wrong_text_leaves_with_1_and_no_speedup(tmp_path):
     assert "from token 4 on, not a tie" in " ".join(out.split())
     record = json.loads(path.read_text())
     assert (record["same_text"], record["methods"][-1]["speedup"]) == (False, None)
-
-
-def test_a_plot_that_cannot_be_written_is_one_line(tmp_path):
-    assert (
-        "cannot be written" in run("bench", *SHORT, "--limit", 1, "--plot", tmp_path / "speed.nothing", code=1).stderr
-    )

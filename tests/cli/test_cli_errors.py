@@ -141,6 +141,8 @@ USAGE_ERRORS = {
     "chat --chat-template {top}/no.jinja": "got --chat-template .*/no.jinja: .* does not exist",
     "generate --temperature hot": "got --temperature hot: wanted a valid number; see eagle31 generate --help$",
     "demo --json {top}/no/demo.json": "there is no folder",
+    "bench --plot {top}/no/speed.png": "there is no folder",
+    "doctor --plot {top}/drift.gif": "wanted a name that ends in .png, .svg",
     "demo --svg {top}/no/demo.svg": "there is no folder",
     "convert {drafter} {top}/out --allow-loss": "convert --allow-loss went in 0.2.0",
     "bench --batch 1,x": "got --batch 1,x: wanted whole numbers",

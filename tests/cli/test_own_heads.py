@@ -46,7 +46,7 @@ def test_a_text_is_written_by_the_head_with_and_without_a_plan(target, tmp_path)
 def test_a_head_is_taken_out_and_put_back(target, tmp_path):
     output = run("mtp", target, "--out", tmp_path / "head").stdout
     assert "pass this folder as the drafter" in output
-    run("generate", "--target", target, "--drafter", tmp_path / "head", "--prompt", PROMPT, "--max-new-tokens", 4)
+    run("generate", target, "--drafter", tmp_path / "head", "--prompt", PROMPT, "--max-new-tokens", 4)
     assert "holds a checkpoint already" in error_of("mtp", target, "--out", tmp_path / "head")
     tuned = tmp_path / "tuned"
     AutoModelForCausalLM.from_pretrained(target).save_pretrained(tuned)
@@ -54,6 +54,15 @@ def test_a_head_is_taken_out_and_put_back(target, tmp_path):
     assert "15 tensors" in run("mtp", target, "--into", tuned).stdout
     run("generate", "--target", tuned, "--drafter", "mtp", "--prompt", PROMPT, "--max-new-tokens", 4)
     assert "holds an MTP head already" in error_of("mtp", target, "--into", tuned)
+
+
+def test_a_head_is_not_trained_and_nothing_is_written_for_it(target, tmp_path):
+    out = tmp_path / "out"
+    prompts = ("--prompts", "self", "--max-rows", 2, "--max-steps", 1)
+    assert "is an MTP head, which is trained with" in error_of(
+        "train", target, "--drafter", target, *prompts, "--out", out
+    )
+    assert not list(out.rglob("*.jsonl"))
 
 
 def test_a_head_is_written_with_the_states_it_is_to_read(target, tmp_path):

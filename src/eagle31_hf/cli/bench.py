@@ -15,7 +15,7 @@ from ..measure.results import BenchSettings, Task, all_methods
 from ..measure.tables import bench_parts
 from ..texts.prompts import embedded_prompts, read_prompts
 from .generate import measure_in_turns
-from .options import MORE, JsonOption, command, make_console, option, write_json
+from .options import MORE, JsonOption, command, make_console, option, writable_plot, write_json
 from .pairs import DraftOptions, PairSource, encode, load_pair
 from .terminal import conditions_line
 
@@ -50,7 +50,9 @@ def bench(
     drafting: DraftOptions,
     options: BenchOptions,
     price_per_hour: float | None = option(None, "Of the machine, for the cost.", min=0.0, panel=MORE),
-    plot: Path | None = option(None, "Draw speed by kind and acceptance by position here.", dir_okay=False),
+    plot: Path | None = option(
+        None, "Draw speed by kind and acceptance by position here.", dir_okay=False, callback=writable_plot
+    ),
     json_path: JsonOption = None,
 ) -> None:
     """Measure what a pair is worth here: plain generate, our loop, lookups and the drafter in turns."""

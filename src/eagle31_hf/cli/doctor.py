@@ -19,7 +19,7 @@ from ..measure.plots import plot_drift
 from ..measure.readings import Subject
 from ..measure.tables import figure_table
 from ..texts.prompts import read_prompts
-from .options import MORE, JsonOption, command, make_console, option, write_json
+from .options import MORE, JsonOption, command, make_console, option, writable_plot, write_json
 from .pairs import PairSource, load_pair
 from .progress import progress_bar
 
@@ -38,7 +38,9 @@ def doctor(
     new_tokens: int = option(48, "Tokens written after each prompt.", min=16, panel=MORE),
     thorough: bool = option(False, f"Write all texts, instead of what {MINUTES:g} minutes allow.", "--thorough"),
     drift: bool = option(False, "Also probe for attention drift.", "--drift"),
-    plot: Path | None = option(None, "Write the drift plot to this PNG or SVG.", dir_okay=False),
+    plot: Path | None = option(
+        None, "Write the drift plot to this PNG or SVG.", dir_okay=False, callback=writable_plot
+    ),
     json_path: JsonOption = None,
 ) -> None:
     """Examine a pair: does it fit, is the text exact, how much is accepted, is it set up right?"""

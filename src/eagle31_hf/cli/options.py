@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -32,6 +33,8 @@ LOADING, DRAFTS, MORE = "Loading", "Drafts", "More"
 """Headings of a command's help below the options that most people need."""
 WIDTH = 100
 """Most columns that text and tables take."""
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
+"""What plots can be."""
 DRAWN_WIDTH = 80
 """Columns of a picture."""
 
@@ -41,6 +44,15 @@ def writable_json(path: Path | None) -> Path | None:
     if path is not None and not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.absolute().parent}")
     return path
+
+
+def writable_plot(path: Path | None) -> Path | None:
+    """The path, if a picture can be drawn there."""
+    if path is not None and path.suffix.lower() not in PICTURES:
+        raise typer.BadParameter(f"wanted a name that ends in {', '.join(PICTURES)}")
+    if path is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("plots need matplotlib: pip install matplotlib")
+    return writable_json(path)
 
 
 JsonOption = Annotated[

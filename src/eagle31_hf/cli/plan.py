@@ -16,7 +16,7 @@ from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import one_card
 from ..memory.known_targets import find_known_target
 from ..memory.plan import LEDGER_COLUMNS, decision_rows, ledger_rows, part_rows
-from .options import JsonOption, command, make_console, option, token_count, write_json
+from .options import JsonOption, command, make_console, option, token_count, writable_plot, write_json
 from .progress import waiting_for
 
 
@@ -73,7 +73,9 @@ def plan(
     ],
     options: PlanOptions,
     formulas: bool = option(False, "Show every term, when it is alive, and how it is computed.", "--formulas"),
-    plot: Path | None = option(None, "Draw what fills the card to this picture.", dir_okay=False),
+    plot: Path | None = option(
+        None, "Draw what fills the card to this picture.", dir_okay=False, callback=writable_plot
+    ),
     json_path: JsonOption = None,
 ) -> None:
     """Plan a run's memory from configurations alone. Exit code 1 if it does not fit."""

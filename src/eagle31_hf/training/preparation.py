@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints import read_checkpoint
-from ..drafter.drafter import Eagle31Drafter
+from ..drafter.drafter import Eagle31Drafter, MtpDrafter
 from ..drafter.loading import load_target as load_pretrained
 from ..drafter.loading import packing_config, stored_dtype
 from ..errors import TrainingError
@@ -81,6 +81,11 @@ def make_drafter(settings: TrainingSettings, target: PreTrainedModel) -> Eagle31
     else:
         checkpoint = read_checkpoint(settings.drafter, dtype=torch.float32)
         drafter = Eagle31Drafter.from_checkpoint(checkpoint)
+        if isinstance(drafter, MtpDrafter):
+            raise TrainingError(
+                f"{settings.drafter} is an MTP head, which is trained with its target and not here; leave --drafter "
+                "out to make an EAGLE drafter"
+            )
         drafter.to(device=target.get_output_embeddings().weight.device)  # type: ignore[call-arg, union-attr]
         drafter.attach(target)
     drafter.requires_grad_(True)
