@@ -37,7 +37,10 @@ RECORD: dict[str, Any] = {
             "steps": 7,
             "loss": 1.5,
             "acceptance": {"chat": COUNTS, "empty": COUNTS | {"rounds": 0}},
-            "curve": [{"step": 7, "tokens": 7168, "acceptance_length": 2.5, "standard_error": 0.125}],
+            "curve": [
+                {"step": 7, "tokens": 7168, "acceptance_length": 2.5, "standard_error": 0.125},
+                {"step": 9, "tokens": 9216, "acceptance_length": 2.5, "standard_error": None},
+            ],
         }
     ],
     "command": "eagle31 train owner/target --prompts owner/conversations --out drafter",

@@ -15,7 +15,7 @@ from test_no_numbers import Listener
 from transformers import GenerationConfig, LlamaConfig
 
 from eagle31_hf.serving.api import Translator
-from eagle31_hf.serving.bodies import CompletionBody, parse
+from eagle31_hf.serving.bodies import ChatBody, CompletionBody, parse
 from eagle31_hf.serving.engine import Engine, EngineSettings
 from eagle31_hf.serving.rows import unfollowed
 from helpers import demo_tokenizer, random_drafter, random_target, seeded
@@ -118,5 +118,7 @@ def test_what_cannot_be_followed_is_named(engine: Engine) -> None:
 
 
 def test_an_answer_is_as_long_as_the_config_lets_it_be(engine: Engine) -> None:
+    body = parse(ChatBody, {"messages": [{"role": "user", "content": "Hello"}]})
     with generation_config(engine.drafter.binding.model, max_new_tokens=5):
-        assert engine.default_new_tokens == 5
+        (request,) = Translator(engine).texts_of(body)
+    assert request.max_new_tokens == 5

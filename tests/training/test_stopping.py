@@ -143,3 +143,5 @@ def test_the_learning_curve_is_what_was_measured_by_step_and_tokens() -> None:
     log = [{"step": 10, "loss": 2.0}, {"step": 20, "eval_acceptance_length": 1.75, "eval_acceptance_error": 0.05}]
     point = {"step": 20, "tokens": 2010, "acceptance_length": 1.75, "standard_error": 0.05}
     assert learning_curve(log, 100.5) == (point,)
+    of_one_prompt = learning_curve([log[1] | {"eval_acceptance_error": float("inf")}], 100.5)
+    assert of_one_prompt == (point | {"standard_error": None},), "JSON has no infinity"

@@ -270,9 +270,7 @@ class _Run:
 
         room = self.server.engine.batch.max_rows + self.server.engine.settings.max_waiting
         if len(self.texts) > room:
-            raise ApiError(
-                f"got {len(self.texts)} texts in a request; wanted at most {room}, all that this server takes"
-            )
+            raise ApiError(f"got {len(self.texts)} texts; wanted at most {room} in a request to this server")
         try:
             for index, text in enumerate(self.texts):
                 self._running.append(self.server.engine.submit(text, partial(tell, index)))

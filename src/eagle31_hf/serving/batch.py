@@ -148,8 +148,7 @@ class Batch:
             raise UnsupportedGenerationError("the model's scores of this prompt are no numbers")
 
     def join(self) -> Event:
-        """The prompt has been read: its text gets its first token, and is written on from the next round on, unless
-        that ends it."""
+        """The prompt has been read: its text gets its first token, and is written on unless that ends it."""
         assert self.reading is not None, "begin comes first"
         assert self._prompt is not None, "begin comes first"
         text, prompt, caches = self.reading, self._prompt, self.prompt_caches

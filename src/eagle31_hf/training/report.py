@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -142,7 +143,7 @@ class StageResult:
     steps: int
     loss: float
     acceptance: dict[str, Acceptance]
-    curve: tuple[dict[str, float], ...] = ()
+    curve: tuple[dict[str, float | None], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready figures."""
@@ -198,14 +199,14 @@ def _stage(stored: dict[str, Any]) -> StageResult:
     return StageResult(stored["name"], stored["steps"], stored["loss"], acceptance, tuple(stored["curve"]))
 
 
-def learning_curve(log: Sequence[dict[str, float]], tokens_per_step: float) -> tuple[dict[str, float], ...]:
-    """Measured acceptance by step and tokens seen, from a trainer's log."""
+def learning_curve(log: Sequence[dict[str, float]], tokens_per_step: float) -> tuple[dict[str, float | None], ...]:
+    """Measured acceptance by step and tokens seen, from a trainer's log; one prompt alone has no error."""
     return tuple(
         {
             "step": entry["step"],
             "tokens": round(entry["step"] * tokens_per_step),
             "acceptance_length": entry["eval_acceptance_length"],
-            "standard_error": entry["eval_acceptance_error"],
+            "standard_error": error if math.isfinite(error := entry["eval_acceptance_error"]) else None,
         }
         for entry in log
         if "eval_acceptance_length" in entry
