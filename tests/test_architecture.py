@@ -134,7 +134,7 @@ def test_no_module_imports_the_package_root():
 
 ROUND_STEPS = {
     "propose_chain", "grow_tree", "Verification", "CompiledVerification", "CompiledDrafting",
-    "RoundStep", "accept_chosen", "accept_path", "match_prefix", "draft_scores", "scores_in_grammars",
+    "RoundStep", "accept_chosen", "accept_paths", "match_prefix", "draft_scores", "scores_in_grammars",
 }  # fmt: skip
 NOT_ROUNDS = {
     "generate.candidates": "drafts for transformers' own assisted loop, which verifies and accepts",

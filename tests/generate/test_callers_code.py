@@ -206,6 +206,27 @@ def test_a_function_of_the_users_is_called_as_plain_decoding_calls_it(monkeypatc
         assert calls[-1] == calls[-2]
 
 
+def test_rows_that_keep_pace_are_asked_about_in_plain_decodings_order() -> None:
+    """A round asks about all rows a level at a time, so a card's host waits once a level and not once a row."""
+    calls: list[list[tuple[int, int]]] = []
+
+    def fresh() -> dict[str, Any]:
+        log: list[tuple[int, int]] = []
+        calls.append(log)
+
+        def allowed(row: int, ids: Tensor) -> list[int]:
+            log.append((row, len(ids)))
+            return list(range(len(ids) % 3, 96, 3))
+
+        return {"prefix_allowed_tokens_fn": allowed}
+
+    truth = write(prompts(3), **fresh())
+    for settings in SHAPES.values():
+        assert_plain(prompts(3), truth=truth, right=4, fresh=fresh, settings=settings)
+        assert drafter_of("llama").stats.accepted > 30, "rows do keep pace"
+        assert calls[-1] == calls[-2]
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("shape", LOOPS)
 def test_one_row_of_guidance_is_drafted_for(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:

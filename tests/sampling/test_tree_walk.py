@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.drafting.shape import num_candidates
-from eagle31_hf.sampling.acceptance import accept_chosen, accept_path
+from eagle31_hf.sampling.acceptance import accept_chosen, accept_paths
 from helpers import grown_tree
 
 
@@ -38,11 +39,12 @@ def test_walks_match_a_naive_one(seed: int, size: int, width: int) -> None:
     tree = random_tree(generator, rows=4, size=size, width=width, vocab=4)
     choice = torch.randint(0, 4, (4, size), generator=generator)
     accepted = accept_chosen(tree, choice)
+    walks = walks_of(tree, choice)
     for row in range(4):
         path, bonus = naive_walk(tree, choice.tolist(), row, size)
         assert accepted.path[row, : int(accepted.length[row])].tolist() == path
         assert int(accepted.bonus[row]) == bonus
-        assert accept_path(*lists(tree, row), lambda path, row=row: int(choice[row, path[-1]]), size) == (path, bonus)
+        assert walks[row] == (path, bonus)
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3))
@@ -55,18 +57,25 @@ def test_walks_end_where_a_tree_was_cut(seed: int, depth: int) -> None:
     tree = whole.cut_to(depth)
     assert int(tree.depths.max()) == tree.max_depth == depth
     choice = torch.randint(0, 2, (4, 30), generator=generator)
+    walks = walks_of(tree, choice)
     for row in range(4):
-        found = accept_path(*lists(tree, row), lambda path, row=row: int(choice[row, path[-1]]), tree.max_depth + 1)
-        assert found == naive_walk(tree, choice.tolist(), row, depth)
+        assert walks[row] == naive_walk(tree, choice.tolist(), row, depth)
 
 
-def lists(tree: DraftTree, row: int) -> tuple[list[int], list[int]]:
-    return tree.tokens[row].tolist(), tree.parents[row].tolist()
+def walks_of(tree: DraftTree, choice: Tensor) -> dict[int, tuple[list[int], int]]:
+    def choose(walking: dict[int, list[int]]) -> list[int]:
+        assert len({len(path) for path in walking.values()}) == 1, "rows are asked about a level at a time"
+        return [int(choice[row, path[-1]]) for row, path in walking.items()]
+
+    return accept_paths(range(4), tree.tokens.tolist(), tree.parents.tolist(), choose, tree.max_depth + 1)
 
 
 def test_nothing_is_asked_behind_the_token_that_ends_a_text() -> None:
-    def choose(path: list[int]) -> int:
-        return (5, 6, 7)[path[-1]]
+    def choose(walking: dict[int, list[int]]) -> list[int]:
+        return [(5, 6, 7)[path[-1]] for path in walking.values()]
 
-    assert accept_path([9, 5, 6], [0, 0, 1], choose, 3) == ([0, 1, 2], 7)
-    assert accept_path([9, 5, 6], [0, 0, 1], choose, 3, lambda _nodes, token: token == 6) == ([0, 1], 6)
+    def ends(row: int, _nodes: int, token: int) -> bool:
+        return row == 1 and token == 6
+
+    walks = accept_paths([0, 1], [[9, 5, 6]] * 2, [[0, 0, 1]] * 2, choose, 3, ends)
+    assert walks == {0: ([0, 1, 2], 7), 1: ([0, 1], 6)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..drafting.draft_tree import DraftTree
-from ..sampling.acceptance import accept_path
+from ..drafting.host_numbers import on_device
+from ..sampling.acceptance import accept_paths
 from ..sampling.seen_tokens import seen_at_nodes
 from .choosing import ChoiceRule, RoundBatch
 
@@ -63,27 +64,40 @@ class Acceptor:
         self._scores: dict[tuple[int, int], Tensor] = {}  # processed ones of the nodes that were asked about alone
 
     def accept(self, is_broken: Tensor | None = None) -> Accepted:
-        """What is accepted. Waits for the device once, and for each node whose prefix processors look at.
+        """What is accepted. Waits for the device once, and for each level of a rule whose processors look at prefixes.
 
         Args:
             is_broken: `(B, 1)` whether the drafter's scores are no numbers; `None`: it has made no draft.
         """
-        asked: dict[int, ChoiceRule] = {}
+        known: list[int] = []
+        asked: list[ChoiceRule] = []
         choice = self.tree.tokens  # of rows that are asked it means nothing
         found: NodeScores = self._scores
         for rule in self.batch.rules:
             scores = self._score_all_nodes(rule)
             if scores is None:
-                asked |= dict.fromkeys(rule.places, rule)
+                asked.append(rule)
             else:
+                known += rule.places
                 choice, found = rule.put(self._choose_at_all_nodes(rule, scores), choice), scores
         numbers = [choice, self.tree.tokens, self.tree.parents]
         if is_broken is not None:
             numbers.append(is_broken.expand_as(choice))
         table = torch.stack(numbers, dim=1).tolist()
-        walks = [self._walk(b, asked.get(b), *row[:3]) for b, row in enumerate(table)]
+        choices, tokens, parents = ([row[kind] for row in table] for kind in range(3))
+
+        def choose(walking: Mapping[int, list[int]]) -> list[int]:
+            return [choices[b][path[-1]] for b, path in walking.items()]
+
+        longest = self.tree.max_depth + 1
+        walks = {b: ([0], 0) for b in range(len(table))}
+        walks |= accept_paths(known, tokens, parents, choose, longest)
+        for rule in asked:
+            live = [b for b in rule.places if b in self.batch.live]
+            walks |= accept_paths(live, tokens, parents, partial(self._ask, rule), longest, rule.ends)
+        new = [[*(tokens[b][node] for node in path[1:]), bonus] for b, (path, bonus) in walks.items()]
         broken = is_broken is not None and any(row[3][0] for row in table)
-        return Accepted([path for path, _ in walks], [tokens for _, tokens in walks], broken, found)
+        return Accepted([path for path, _ in walks.values()], new, broken, found)
 
     # --- at all nodes at once ------------------------------------------------------------------------------------
 
@@ -116,32 +130,18 @@ class Acceptor:
 
     # --- where the text goes -------------------------------------------------------------------------------------
 
-    def _walk(
-        self, b: int, asked: ChoiceRule | None, choice: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        """Accepted nodes and new tokens of a row.
-
-        Args:
-            asked: the rule that says what the target chooses; `None`: `choice` does, the tokens after all nodes.
-            tokens, parents: of the nodes.
-        """
-        longest = self.tree.max_depth + 1
-        if asked is None:
-            path, bonus = accept_path(tokens, parents, lambda path: choice[path[-1]], longest)
-        elif b in self.batch.live:
-            ends = None if asked.ends is None else partial(asked.ends, b)
-            path, bonus = accept_path(tokens, parents, partial(self._ask, asked, b), longest, ends)
-        else:
-            path, bonus = [0], 0
-        return path, [*(tokens[node] for node in path[1:]), bonus]
-
-    def _ask(self, rule: ChoiceRule, b: int, path: list[int]) -> int:
-        """The target's token of a row after the last node of a path."""
-        batch, node, row = self.batch, path[-1], rule.rows[b]
-        prefix = batch.sequences.prefix(batch.rows[b], self.tree.tokens[b, path[1:]])
-        if rule.code is not None and len(path) == 1:
-            rule.code.forget_before(row, prefix.shape[1])
-        scores = rule.processing.row_scores(lambda _: prefix, self.logits[b, node : node + 1], [row], rule.code)
-        self._scores[b, node] = scores[0]
-        noise = None if self.noise is None else self.noise[b, len(path) - 1 : len(path)]
-        return int(rule.choose(scores, noise))
+    def _ask(self, rule: ChoiceRule, walking: Mapping[int, list[int]]) -> list[int]:
+        """By row, nodes from the root down, of all rows as many, to the target's tokens after them."""
+        batch, device, places = self.batch, self.logits.device, list(walking)
+        index, paths = on_device(places, device), on_device(list(walking.values()), device)  # (R,), (R, n)
+        drafted = self.tree.tokens[index[:, None], paths[:, 1:]]
+        prefixes = [batch.sequences.prefix(batch.rows[b], own) for b, own in zip(places, drafted, strict=True)]
+        rows, depth = [rule.rows[b] for b in places], drafted.shape[1]
+        if rule.code is not None and not depth:
+            for row, prefix in zip(rows, prefixes, strict=True):
+                rule.code.forget_before(row, prefix.shape[1])
+        logits = self.logits[index, paths[:, -1]]
+        scores = rule.processing.row_scores(lambda i: prefixes[i], logits, rows, rule.code)  # (R, V)
+        self._scores |= {(b, walking[b][-1]): own for b, own in zip(places, scores, strict=True)}
+        noise = None if self.noise is None else self.noise[index, depth]
+        return rule.choose(scores, noise).tolist()

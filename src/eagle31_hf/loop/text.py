@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.generation import stopping_criteria as stock
 
+from ..drafting.host_numbers import on_device
 from ..errors import blame_caller
 from ..sampling.callers_code import Answer, CallersCode, NotFollowedError, draws
 
@@ -124,7 +125,7 @@ class Sequences:
     def prefix(self, row: int, drafted: Sequence[int] | Tensor = ()) -> Tensor:
         """Ids `(1, t)` of a row with its left padding, new tokens and some `drafted` ones."""
         device = self.prompts.device
-        new = torch.tensor(self.new[row], dtype=self.prompts.dtype, device=device)
+        new = on_device(self.new[row], device).to(self.prompts.dtype)
         drafted = torch.as_tensor(drafted, dtype=self.prompts.dtype, device=device)
         return torch.cat((self.prompts[row], new, drafted))[None]
 

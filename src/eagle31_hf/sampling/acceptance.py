@@ -3,7 +3,7 @@
 Greedy, the target chooses its arg-max; sampling, `draw.choose` by the noise of the position, which no draft can change.
 So one rule serves chains, trees, prompt lookup and grammars, and the text never depends on what was drafted.
 
-`accept_path` goes down one row's tree on the host, and asks for the target's token where the text goes. Graphs find
+`accept_paths` goes down the rows' trees on the host, and asks for the target's tokens where the texts go. Graphs find
 the same in tensors, without a wait for the device: `accept_chosen` in trees, `match_prefix` in chains, by the target's
 token after every node.
 
@@ -12,7 +12,7 @@ token after every node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,31 +21,35 @@ from torch import Tensor
 from ..drafting.draft_tree import DraftTree
 
 
-def accept_path(
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    choose: Callable[[list[int]], int],
+def accept_paths(
+    rows: Iterable[int],
+    tokens: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int]],
+    choose: Callable[[dict[int, list[int]]], Sequence[int]],
     longest: int,
-    ends: Callable[[int, int], bool] | None = None,
-) -> tuple[list[int], int]:
-    """The longest path whose every token is what the target chose at its parent, and the target's token after it.
+    ends: Callable[[int, int, int], bool] | None = None,
+) -> dict[int, tuple[list[int], int]]:
+    """Of each row the longest path whose every token is what the target chose at its parent, and its token after it.
 
     Args:
-        tokens, parents: of the nodes.
-        choose: says what the target chooses after the nodes of a path, from the root down.
+        rows: that are walked down together, a level at a time.
+        tokens, parents: of the nodes of each row of the batch.
+        choose: by row, nodes from the root down, to what the target chooses after them.
         longest: nodes of a path, at most: deeper ones are not valid.
-        ends: whether the text ends with a token after so many accepted nodes: it is then the last one, drafted or not.
-            `None`: the text is cut when it is written.
+        ends: whether a row's text ends with a token after so many accepted nodes: it is then the last one, drafted or
+            not. `None`: the text is cut when it is written.
     """
-    path = [0]
-    while True:
-        token = choose(path)
-        is_last = len(path) == longest or (ends is not None and ends(len(path), token))
-        below = () if is_last else range(path[-1] + 1, len(tokens))  # children come after their parent
-        child = next((node for node in below if parents[node] == path[-1] and tokens[node] == token), None)
-        if child is None:
-            return path, token
-        path.append(child)
+    walking, found = {row: [0] for row in rows}, {}
+    while walking:
+        for (row, path), token in zip(list(walking.items()), choose(walking), strict=True):
+            is_last = len(path) == longest or (ends is not None and ends(row, len(path), token))
+            below = () if is_last else range(path[-1] + 1, len(tokens[row]))  # children come after their parent
+            children = (node for node in below if parents[row][node] == path[-1] and tokens[row][node] == token)
+            if (child := next(children, None)) is None:
+                found[row] = walking.pop(row), token
+            else:
+                path.append(child)
+    return found
 
 
 # --- in graphs --------------------------------------------------------------------------------------------------------
