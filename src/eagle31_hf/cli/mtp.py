@@ -48,7 +48,6 @@ def mtp(
         raise ConfigurationError("--prompts goes with --draft-vocab, and --draft-vocab with --out; leave them out")
     if (state or feedback) and out is None:
         raise ConfigurationError("--state and --feedback go with --out; a folder of a target keeps what it says")
-    require_head(base)
     console = make_console()
     if into is not None:
         names = graft_head(base, into)
@@ -60,6 +59,7 @@ def mtp(
     assert out is not None, "checked above"
     if holds_checkpoint(out) and not force:
         raise ConfigurationError(f"{out} holds a checkpoint already; name another folder, or pass --force")
+    require_head(base)  # else an EAGLE drafter would be read, too
     head = read_checkpoint(base)
     if prompts:
         assert draft_vocab is not None, "checked above"

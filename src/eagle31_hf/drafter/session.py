@@ -1,8 +1,8 @@
 """The drafter at work: keep its cache in step with the target, and take draft steps.
 
 Row t of the drafter joins the target's hidden state at position t with the token at t+1, so its cache always ends one
-token before the root (the last token, whose hidden state the target has not computed yet). What shape is drafted
-(chain, static tree, dynamic tree) is `propose`'s business.
+token before the root (the last token, whose hidden state the target has not computed yet). Chains are drafted by
+`propose`, trees by `dynamic`.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def attention_window(drafter: Eagle31Drafter) -> int | None:
 
 @functools.cache
 def _warn_of_length(drafter: str, trained: int, window: int | None) -> None:
-    """Say, once of each drafter, that a text has become longer than it was made for."""
+    """Say, once of each drafter and window, that a text has become longer than it was made for."""
     advice = "" if window is not None and window <= trained else (
         f"; eagle.generation_config.draft_window = {trained} lets it see no further back, and bounds its cache"
     )  # fmt: skip
