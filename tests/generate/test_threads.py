@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle31_hf.errors import NotAttachedError
 from eagle31_hf.stats import LastStats, SpeculationStats
 from helpers import (
     GREEDY,
@@ -21,6 +22,7 @@ from helpers import (
     configured,
     drafter_of,
     left_padded,
+    random_drafter,
     random_prompts,
     target_of,
     use_fixed_shapes_only,
@@ -133,3 +135,7 @@ def test_a_copied_drafter_leaves_the_target_behind() -> None:
         twin.attach(target_of("llama"))
         assert_same_text(target_of("llama"), twin, left_padded(random_prompts(1)))
         twin.detach()
+    sharing = random_drafter(target_of("llama"), aux_layers=[1, 2, 4], own_lm_head=False, draft_vocab_size=40)
+    with pytest.raises(NotAttachedError):  # its rows of the target's head stay behind, too
+        copy.deepcopy(sharing).draft_logits(torch.zeros(1, 1, 64))
+    sharing.detach()

@@ -50,6 +50,9 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         self.packing: PackingScheme | None = None
         self._draft_ids: Tensor | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_head_rows": []}  # the target's
+
     # --- files ---------------------------------------------------------------------------------------------------
 
     @classmethod
