@@ -456,6 +456,22 @@ def test_pairs_that_graphs_are_not_kept_for(pair: Eagle31Drafter, monkeypatch: p
         warm_up(forgotten(pair), tokens=100, **GREEDY)
 
 
+@pytest.mark.parametrize(
+    ("settings", "how", "why"),
+    [
+        ({"num_assistant_tokens_schedule": "pid"}, {}, "pid"),
+        ({"draft_min_confidence": 0.5}, {}, "doubt"),
+        ({}, {"no_repeat_ngram_size": 3}, "logits processor"),
+    ],
+)
+def test_what_no_text_would_load_is_not_compiled(
+    settings: dict[str, Any], how: dict[str, Any], why: str, pair: Eagle31Drafter
+) -> None:
+    with configured(pair, **settings), pytest.raises(ConfigurationError, match=why):
+        warm_up(pair, tokens=100, **GREEDY, **how)
+    assert not kept_files("")
+
+
 BARE_DRAWS: dict[str, Any] = {"do_sample": True, "top_k": 0}
 """By the scores as they are: a graph reads the draft vocabulary's ids where it draws and where it translates."""
 

@@ -49,16 +49,17 @@ def warm_up(
         What was compiled; graphs that were kept before are left alone.
 
     Raises:
-        ConfigurationError: no graphs can be kept for this pair, or compiling failed.
+        ConfigurationError: no graphs can be kept for this pair or serve these settings, or compiling failed.
     """
     model: Any = drafter.binding.model
     config = how.get("generation_config", model.generation_config)
     sampled = bool(how.get("do_sample", config.do_sample))
     depth = how.get("num_assistant_tokens") or config.num_assistant_tokens
     shape = draft_shape(drafter, rows=1, sampled=sampled, depth=depth, by_graphs=True)
-    return compile_graphs(
-        drafter, shape, processing_of(model, **how), sampled=sampled, tokens=tokens, on_compile=on_compile
-    )
+    processing = processing_of(model, **how)
+    if why := why_unsuited(Pair.of(drafter), shape, processing):
+        raise ConfigurationError(f"no text would load graphs under these settings: {why}")
+    return compile_graphs(drafter, shape, processing, sampled=sampled, tokens=tokens, on_compile=on_compile)
 
 
 def compile_graphs(
