@@ -19,6 +19,7 @@ from families import SPARSE_AND_LATENT
 from helpers import (
     CONFIGS,
     GREEDY,
+    Shown,
     assert_same_text,
     configured,
     drafter_of,
@@ -242,3 +243,41 @@ def test_a_target_that_wants_a_mask_for_each_row() -> None:
     drafter = drafter_for(config, aux_layers=[1, 2, 3])
     for prompts in (random_prompts(1), random_prompts(3), random_prompts(1) * 3):
         assert_same_text(drafter.binding.model, drafter, left_padded(prompts))
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_call_within_a_call_takes_neither_its_assistant_nor_its_stats(beams: int) -> None:
+    """From a streamer that is shown the prompt, or a processor of a beam search: before a text of ours has begun."""
+    drafter = drafter_for(CONFIGS["llama"]())
+    target: Any = drafter.binding.model
+    seen: list[Any] = []
+
+    def ask() -> None:
+        if not seen:
+            seen.append((target.generate(**one(), **GREEDY, assistant_model=None), drafter.stats))
+
+    class Asks(Shown, hf.LogitsProcessor):
+        def put(self, value: Tensor) -> None:
+            ask()
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+            ask()
+            return scores
+
+    how: dict[str, Any] = {"streamer": Asks()} if beams == 1 else {"logits_processor": [Asks()], "num_beams": beams}
+    text = target.generate(**one(), **GREEDY, assistant_model=drafter, **how)
+    assert seen[0][1] is None
+    assert drafter.stats.loop == ("own" if beams == 1 else "plain"), drafter.stats.reason
+    assert beams > 1 or torch.equal(text, seen[0][0])
+
+
+def test_a_way_to_decode_of_the_callers_keeps_its_streamer() -> None:
+    target, drafter, shown = target_of("llama"), drafter_of("llama"), Shown()
+
+    def decode(model: Any, *prepared: Any, **inputs: Any) -> Any:
+        others = [inputs.pop(name) for name in ("logits_processor", "stopping_criteria", "generation_config")]
+        return model._sample(*prepared, *others, False, shown, **inputs)
+
+    text = target.generate(**one(), **GREEDY, assistant_model=drafter, custom_generate=decode)
+    assert drafter.stats.loop == "own"
+    assert shown.tokens == text[0, one()["input_ids"].shape[1] :].tolist()

@@ -14,7 +14,8 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers.generation.utils import GenerationMixin
@@ -41,6 +42,7 @@ class _OfThread(threading.local):
 
 
 _of_thread = _OfThread()
+"""The call of the innermost `generate` of a thread, if an assistant of ours is to draft for it."""
 
 KEPT_AT = "_eagle31_named_drafters"
 """Where a target keeps its drafters by name, so that they go when it goes. A copy of the target has none."""
@@ -69,14 +71,15 @@ def _assisting(stock: Callable) -> Callable:
         setting = functools.partial(_setting, self, arguments)
         assistant, by_default = _assistant_of(self, arguments)
         if assistant is None:
-            return stock(self, *args, **kwargs)
+            with _calling(None):
+                return stock(self, *args, **kwargs)
         arguments.pop("assistant_model", None)
         arguments |= {name: None for name in OTHER_DRAFTS if setting(name)}  # or `generate` would draft by them
         call = AssistedCall(self, assistant, setting("num_assistant_tokens"), by_default)
-        outer, _of_thread.call = _of_thread.call, call
         try:
             check_before_work(self, assistant, setting)
-            output = stock(self, **arguments)
+            with _calling(call):
+                output = stock(self, **arguments)
             if not call.has_begun:
                 kind = "beam search" if (setting("num_beams") or 1) > 1 else "this way to decode"
                 assistant.stats = SpeculationStats(loop="plain", reason=f"{kind} takes no drafts")
@@ -85,12 +88,21 @@ def _assisting(stock: Callable) -> Callable:
             if call.has_begun or not by_default:
                 raise
             assistant.stats = SpeculationStats(loop="plain", reason=f"cannot be drafted for: {first_line(error)}")
-        finally:
-            _of_thread.call = outer
-        return stock(self, **arguments)  # raises what is wrong without an assistant, too
+        with _calling(None):
+            return stock(self, **arguments)  # raises what is wrong without an assistant, too
 
     generate._eagle31 = True  # type: ignore[attr-defined]
     return generate
+
+
+@contextmanager
+def _calling(call: AssistedCall | None) -> Iterator[None]:
+    """While a `generate` runs, which a streamer or a processor of another may have called."""
+    outer, _of_thread.call = _of_thread.call, call
+    try:
+        yield
+    finally:
+        _of_thread.call = outer
 
 
 def _assistant_of(model: Any, arguments: dict[str, Any]) -> tuple[Assistant | None, bool]:
@@ -117,14 +129,16 @@ def _dispatching(stock: Callable) -> Callable:
     """`_sample`, to which transformers hands greedy and drawn texts, that writes those we have an assistant for."""
 
     @functools.wraps(stock)  # `generate` reads the signature
-    def sample(self, input_ids, logits_processor, stopping_criteria, generation_config, *others, **given):
-        prepared = input_ids, logits_processor, stopping_criteria, generation_config
+    def sample(
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
+        **model_inputs,
+    ):  # fmt: skip
+        prepared = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
         assisted = _of_thread.call
         if assisted is None or assisted.has_begun or assisted.model is not self:
-            return stock(self, *prepared, *others, **given)
-        synced_gpus, streamer = given.pop("synced_gpus", False), given.pop("streamer", None)
-        inputs = {name: value for name, value in given.items() if not name.endswith("tokenizer")}
-        return _serve(Call(assisted, *prepared, synced_gpus, streamer, inputs))
+            return stock(self, *prepared, **model_inputs)
+        inputs = {name: value for name, value in model_inputs.items() if not name.endswith("tokenizer")}
+        return _serve(Call(assisted, *prepared, inputs))
 
     return sample
 
