@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import TextGenerationPipeline
+from transformers import DynamicCache, TextGenerationPipeline
 from transformers.generation import configuration_utils
 
 from eagle31_hf import Eagle31Drafter, NoDrafter
@@ -142,3 +142,25 @@ def test_copies_of_the_target_have_no_assistant(eagle, target):
     for twin in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
         assert torch.equal(written(twin), written(target, assistant_model=None))
         assert eagle.stats is None
+
+
+def test_forwards_that_draft_for_another_text_are_not_drafted_for(eagle, target):
+    for other in ({"assistant_early_exit": 2}, {"assistant_model": target}):
+        eagle.stats = None
+        assert len(written(target, **other)[0]) == len(written(target, assistant_model=None)[0])
+        assert eagle.stats is None
+
+
+def test_a_carried_cache_that_our_loop_cannot_continue_is_plains_business(eagle, target):
+    def again(**kwargs: Any) -> Any:
+        shown, cache = Shown(), DynamicCache(config=target.config)
+        text = written(target, past_key_values=cache, assistant_model=None)
+        mask = torch.ones_like(text)
+        mask[:, 0] = 0
+        how = {"attention_mask": mask, "past_key_values": cache, "do_sample": False, "max_new_tokens": 8}
+        return target.generate(text, streamer=shown, **how, **kwargs).tolist(), shown.tokens
+
+    plain = again(assistant_model=None)
+    assert again() == plain
+    assert eagle.stats.loop == "plain"
+    assert "mask has pads" in eagle.stats.reason

@@ -113,7 +113,7 @@ def _assistant_of(model: Any, arguments: dict[str, Any]) -> tuple[Assistant | No
     if isinstance(named, Assistant):
         return named, False
     default = vars(model).get(DEFAULT_AT, {}).get("assistant")
-    asks = (_setting(model, arguments, name) for name in (*OTHER_DRAFTS, "custom_generate"))
+    asks = (_setting(model, arguments, name) for name in (*OTHER_DRAFTS, "custom_generate", "is_assistant"))
     others = ("assistant_model" in arguments, *asks)
     return (None, False) if default is None or any(others) else (default, True)
 

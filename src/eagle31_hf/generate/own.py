@@ -34,11 +34,17 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     """Ids or an output, as `generate` returns them.
 
     Raises:
-        LeftToPlain: the caller's processors or criteria do what only plain decoding can follow.
-        UnsupportedGenerationError: a carried cache does not fit the prompts.
+        LeftToPlain: the caller's processors or criteria do what only plain decoding can follow, or a carried cache
+            does not fit the prompts of a call that names no drafter.
+        UnsupportedGenerationError: it does not fit those of one that names it.
         OutOfMemoryError: memory ran out, and nothing is left to give up.
     """
-    carried = _carried_cache(call, stats)
+    try:
+        carried = _carried_cache(call, stats)
+    except UnsupportedGenerationError as error:
+        if not call.assisted.by_default:
+            raise
+        raise LeftToPlain(str(error), call) from error
     settings, binding = call.drafter.generation_config, call.drafter.binding
     if settings.acceleration == "compile" and (why := warm_up_for(call)):
         stats.fall_back(f"steps are not compiled: {why}")
