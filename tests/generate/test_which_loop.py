@@ -281,3 +281,15 @@ def test_a_way_to_decode_of_the_callers_keeps_its_streamer() -> None:
     text = target.generate(**one(), **GREEDY, assistant_model=drafter, custom_generate=decode)
     assert drafter.stats.loop == "own"
     assert shown.tokens == text[0, one()["input_ids"].shape[1] :].tolist()
+
+
+def test_a_recipe_by_name_is_handed_the_assistant(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter, given = target_of("llama"), drafter_of("llama"), list[Any]()
+
+    def recipe(model: Any, **arguments: Any) -> Any:
+        given.append(arguments["assistant_model"])
+        return model.generate(**arguments)
+
+    monkeypatch.setattr(target, "load_custom_generate", lambda *_, **__: recipe)
+    assert_same_text(target, drafter, one(), loop="own", custom_generate="owner/recipe")
+    assert given == [None, drafter]

@@ -108,6 +108,8 @@ def _calling(call: AssistedCall | None) -> Iterator[None]:
 def _assistant_of(model: Any, arguments: dict[str, Any]) -> tuple[Assistant | None, bool]:
     """The assistant of ours that a call of `generate` is to draft by, and whether it has not named it."""
     named = arguments.get("assistant_model")
+    if isinstance(arguments.get("custom_generate"), str):
+        return None, False  # a recipe of the Hub is handed the assistant, and calls `generate` with it or without
     if isinstance(named, (str, os.PathLike)):
         return named_drafter(named, model), False
     if isinstance(named, Assistant):
