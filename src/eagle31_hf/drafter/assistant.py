@@ -39,8 +39,8 @@ class Assistant(nn.Module):
 
     Attributes:
         generation_config: run-time settings (`Eagle31GenerationConfig`): draft length, loop, graphs.
-        stats: figures of the last `generate` call of this thread, of the last of all in a thread that made none; `None`
-            before the first.
+        stats: figures of the last `generate` call of this thread that it was the assistant of, of the last of all in a
+            thread that made none; `None` before the first.
         binding: the target it is attached to; asking for it without one (`is_attached`) is an error.
         memory_plan: what it was loaded under, `None` if nothing was planned.
         device, dtype: where it computes, and in what precision.
@@ -119,7 +119,7 @@ class Assistant(nn.Module):
 
     @property
     def stats(self) -> SpeculationStats | None:
-        """What happened in this thread's last generation; `None` before the first one."""
+        """What happened in this thread's last generation with it; `None` before the first one."""
         return self._last_stats.get()
 
     @stats.setter
