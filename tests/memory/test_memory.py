@@ -61,6 +61,10 @@ def test_a_refusal_names_the_largest_term_and_what_would_fit() -> None:
     found = {other.what: other.value for other in plan.alternatives}
     assert found["quantization"] == "4bit"
     assert found["card"] == "H200"
+    told = dict(decision_rows(plan))
+    assert told["fits"] == f"no, {(plan.peak_bytes - plan.budget_bytes) / GIB:.2f} GiB too much"
+    assert (told["largest term"], told["longest"]) == ("target weights, not packed: 131.42 GiB", "not one token")
+    assert "left free" not in dict(part_rows(plan)), "nothing is, rather than less than nothing"
     with pytest.raises(MemoryPlanError, match=r"target weights, not packed 131\.42 GiB.*H200"):
         plan.require_fit()
     # The alternatives are true.

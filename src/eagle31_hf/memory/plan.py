@@ -115,9 +115,14 @@ class MemoryPlan:
         )
 
     @property
+    def peak_terms(self) -> list[LedgerTerm]:
+        """Terms alive at the peak, the largest first."""
+        return sorted((t for t in self.ledger if self.peak_moment in t.moments), key=lambda term: -term.num_bytes)
+
+    @property
     def largest_terms(self) -> str:
         """One sentence with the largest terms alive at the peak."""
-        alive = sorted((t for t in self.ledger if self.peak_moment in t.moments), key=lambda term: -term.num_bytes)
+        alive = self.peak_terms
         named = ", ".join(f"{term.name} {size_text(term.num_bytes)}" for term in alive[:NAMED_TERMS])
         rest = sum(term.num_bytes for term in alive[NAMED_TERMS:])
         return f"Planned at the peak ({self.peak_moment}): {named}, the rest {size_text(rest)}. "
@@ -213,12 +218,11 @@ PARTS = {
 
 
 def part_bytes(plan: MemoryPlan) -> dict[str, int]:
-    """What fills the card at the fullest moment, by `PARTS`; together all of it."""
-    alive = [term for term in plan.ledger if plan.peak_moment in term.moments]
-    sizes = {part: sum(term.num_bytes for term in alive if term.name.startswith(names or part))
+    """What fills the card at the fullest moment, by `PARTS`; together all of it, or more where that does not fit."""
+    sizes = {part: sum(term.num_bytes for term in plan.peak_terms if term.name.startswith(names or part))
              for part, names in PARTS.items()}  # fmt: skip
     sizes["working memory"] = plan.peak_bytes - sum(sizes.values())
-    return sizes | {"left free": plan.card.total_bytes - plan.peak_bytes}
+    return sizes | {"left free": max(0, plan.card.total_bytes - plan.peak_bytes)}
 
 
 def part_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
@@ -229,11 +233,13 @@ def part_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
 def decision_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
     """What was decided, as (name, value)."""
     settings, target = plan.settings, plan.target
+    too_much, largest = plan.peak_bytes - plan.budget_bytes, plan.peak_terms[0]
     rows = [
         ("target", f"{target.name}, {target.num_parameters / 1e9:.2f}B parameters, {target.quantization.name}"),
         ("card", f"{plan.card.name}, {size_text(plan.budget_bytes)} of {size_text(plan.card.total_bytes)} to use"),
-        ("fits", "yes" if plan.fits else "no"),
+        ("fits", "yes" if plan.fits else f"no, {size_text(too_much)} too much"),
         ("peak", f"{size_text(plan.peak_bytes)}, at {plan.peak_moment}"),
+        *([] if plan.fits else [("largest term", f"{largest.name}: {size_text(largest.num_bytes)}")]),
         ("context", f"{settings.context:,} tokens" + (f", {settings.batch} rows" if settings.batch > 1 else "")),
         *_longest_rows(plan),
         ("prompt", f"read {settings.prefill_chunk:,} tokens at a time"),
@@ -265,7 +271,7 @@ def _tokens_text(plan: MemoryPlan, tokens: int) -> str:
     trained = plan.target.max_position_embeddings
     if trained and tokens >= trained:
         return f"{trained:,} tokens, all that the target was trained for"
-    return f"{tokens:,} tokens"
+    return f"{tokens:,} tokens" if tokens else "not one token"
 
 
 def _draft_text(plan: MemoryPlan) -> str:
