@@ -138,6 +138,9 @@ REFUSED = {
 }
 USAGE_ERRORS = {
     "plan x --quantization 4 bit": "write 4bit or 8bit",
+    "plan {target} {drafter}": r"unexpected extra argument.*; name a drafter with --drafter$",
+    "train {target} {drafter} --prompts self --out {top}/out": "name a drafter with --drafter$",
+    "inspect {drafter} more": "unexpected extra argument.*; see eagle31 inspect --help$",
     "chat --chat-template {top}/no.jinja": "got --chat-template .*/no.jinja: .* does not exist",
     "generate --temperature hot": "got --temperature hot: wanted a valid number; see eagle31 generate --help$",
     "demo --json {top}/no/demo.json": "there is no folder",

@@ -129,6 +129,8 @@ def _end_with_line(error: Exception, words: Sequence[str], command: Any = None) 
     advice = f"see eagle31 {name}--help"
     if line.endswith("(bit)"):
         advice = "write 4bit or 8bit"
+    elif line.startswith("Got unexpected extra argument") and any("--drafter" in each.opts for each in command.params):
+        advice = "name a drafter with --drafter"
     print_error(gone or f"{line}; {advice}")
     raise typer.Exit(2)
 
