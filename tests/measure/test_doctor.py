@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from eagle31_hf.measure.bench import Bench
 from eagle31_hf.measure.doctor import CONVERSATIONS as OF_MANY_KINDS
 from eagle31_hf.measure.doctor import (
     DEPTH,
+    Finding,
     drift_finding,
     examine,
     preflight,
@@ -259,7 +261,10 @@ def test_a_fine_tuned_target_is_named(
 
 def test_one_text_is_no_verdict(target: Any, tokenizer: Any) -> None:
     subject = Subject(attached(target), tokenizer, CONVERSATIONS[:1])
-    assert examine(subject, new_tokens=8).verdict.startswith("too few texts to tell (1)")
+    seen = examine(subject, new_tokens=8)
+    assert seen.verdict == "too few texts to tell (1): at least 3 are needed, give more prompts"
+    late = replace(seen, findings=[*seen.findings, Finding("time", "note", "1 of 3 texts")])
+    assert late.verdict.endswith("give more time (--thorough)")
 
 
 # --- the same text ----------------------------------------------------------------------------------------------------

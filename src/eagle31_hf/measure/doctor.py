@@ -113,7 +113,9 @@ class Examination:
         if any(finding.check in ("layers and norms", "draft vocabulary") for finding in self.problems):
             return f"mend its configuration first, see above ({figures})"
         if (texts := len(self.greedy.texts)) < FEWEST_JUDGED:
-            return f"too few texts to tell ({texts}): give more prompts, or more time (--thorough)"
+            lacks_time = any(finding.check == "time" for finding in self.findings)
+            more = "more time (--thorough)" if lacks_time else "more prompts"
+            return f"too few texts to tell ({texts}): at least {FEWEST_JUDGED} are needed, give {more}"
         if length < USELESS_LENGTH:
             return f"do without, or retrain it for this target and these prompts ({length:.2f} tokens a pass)"
         if (by_drafts or speedup).median >= 1.0:

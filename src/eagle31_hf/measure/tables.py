@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import count
+from ..memory.cards import GIB, MIB
 from ..stats import USELESS_LENGTH
 from .exactness import Kind, Verdict
 from .results import BenchResult, MethodResult, Writer
@@ -90,8 +91,8 @@ def cost_table(results: Sequence[MethodResult], price_per_hour: float | None, ca
             result.method.name,
             f"{result.first_token_s['p50'] * 1e3:.0f}",
             *(f"{result.gap_s[each] * 1e3:.0f}" if result.gap_s else "" for each in ("p50", "p95", "p99")),
-            "" if result.peak_bytes is None else f"{result.peak_bytes / 1e9:.2f} GB",
-            "" if result.bytes_over_plain is None else f"{round(result.bytes_over_plain / 1e6):+d} MB",
+            "" if result.peak_bytes is None else f"{result.peak_bytes / GIB:.2f} GiB",
+            "" if result.bytes_over_plain is None else f"{round(result.bytes_over_plain / MIB):+d} MiB",
             "" if price_per_hour is None else f"{result.price_per_million(price_per_hour):.2f}",
         )
         for result in results
