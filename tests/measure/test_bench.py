@@ -1,6 +1,7 @@
 """Methods in turns: each text is compared with plain `generate`'s, and a wrong one has no speedup."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -223,6 +224,8 @@ def test_figures_are_json_and_in_the_tables(measured_once):
     assert "…" not in shown(result, 0.5, width=80), "a narrow terminal shows every figure"
     assert text.index("same text") < text.index("tokens/s") < text.index("until the first token") < text.index("per 1M")
     assert next(line for line in lines if line.startswith("drafter ")).split()[1] == "yes"
+    calls = [replace(call, peak_bytes=3 * 2**29 + call.method.drafts * 2**24) for call in result.calls]
+    assert re.search(r"drafter .* 1\.52 GiB +\+16 MiB", shown(replace(result, calls=calls))), "as plans count"
 
 
 def test_ties_and_steps_down_are_noted(measured_once):
