@@ -103,7 +103,7 @@ class Examination:
 
     @property
     def verdict(self) -> str:
-        """Use it, retrain it, or do without."""
+        """Use it, train one, or do without; a head inside a target is not trained here."""
         length, speedup, by_drafts = self.greedy.tokens_per_pass, self.greedy.result.speedup, self.greedy.by_drafts
         if not (self.greedy.is_exact and self.sampled.is_exact) or speedup is None:
             return f"do without until this is understood: the text is not the target's own ({length:.2f} tokens a pass)"
@@ -117,10 +117,10 @@ class Examination:
             more = "more time (--thorough)" if lacks_time else "more prompts"
             return f"too few texts to tell ({texts}): at least {FEWEST_JUDGED} are needed, give {more}"
         if length < USELESS_LENGTH:
-            return f"do without, or retrain it for this target and these prompts ({length:.2f} tokens a pass)"
+            return f"do without, or train a drafter for this target and these prompts ({length:.2f} tokens a pass)"
         if (by_drafts or speedup).median >= 1.0:
             return f"use it ({figures})"
-        return f"it drafts, but not faster than without: try graphs (eagle31 warmup), or train it further ({figures})"
+        return f"it drafts, but not faster than without: try graphs (eagle31 warmup), or train a drafter ({figures})"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
