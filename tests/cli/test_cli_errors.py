@@ -143,6 +143,10 @@ USAGE_ERRORS = {
     "inspect {drafter} more": "unexpected extra argument.*; see eagle31 inspect --help$",
     "chat --chat-template {top}/no.jinja": "got --chat-template .*/no.jinja: .* does not exist",
     "generate --temperature hot": "got --temperature hot: wanted a valid number; see eagle31 generate --help$",
+    **{
+        f"{name} --temperature inf": "got --temperature inf: wanted a finite number"
+        for name in ("bench", "generate", "warmup")
+    },
     "demo --json {top}/no/demo.json": "there is no folder",
     "bench --plot {top}/no/speed.png": "there is no folder",
     "doctor --plot {top}/drift.gif": "wanted a name that ends in .png, .svg",
@@ -241,3 +245,9 @@ def test_an_error_is_wrapped_at_words_in_a_terminal(monkeypatch):
         refuse(traceback=False)
     lines = terminal.file.getvalue().splitlines()
     assert [line.rstrip() for line in lines] == ["error: got a word too many for", "one line of this terminal"]
+
+
+def test_a_folder_may_be_called_like_a_command_that_went(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    assert "cannot be loaded" in error_of("bench", "run", DRAFTER)

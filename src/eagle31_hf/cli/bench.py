@@ -15,7 +15,7 @@ from ..measure.results import BenchSettings, Task, all_methods
 from ..measure.tables import bench_parts
 from ..texts.prompts import embedded_prompts, read_prompts
 from .generate import measure_in_turns
-from .options import MORE, JsonOption, command, make_console, option, writable_plot, write_json
+from .options import MORE, JsonOption, command, finite, make_console, option, writable_plot, write_json
 from .pairs import DraftOptions, PairSource, encode, load_pair
 from .terminal import conditions_line
 
@@ -36,7 +36,7 @@ class BenchOptions:
     )
     limit: int | None = option(None, "Most prompts of each, spread over its rows.", min=1)
     new_tokens: int = option(128, "Most tokens of an answer.", min=3, panel=MORE)
-    temperature: float = option(0.0, "0 is greedy.", min=0.0, panel=MORE)
+    temperature: float = option(0.0, "0 is greedy.", min=0.0, callback=finite, panel=MORE)
     batch: str = option("1", "Rows written together, one or several numbers.", callback=_numbers, panel=MORE)
     repeats: int = option(3, "Passes over the prompts.", min=1, panel=MORE)
     minutes: float = option(3.0, "Most minutes, compiling and warming up aside; 0: until all is measured.", min=0.0)
@@ -56,7 +56,8 @@ def bench(
     json_path: JsonOption = None,
 ) -> None:
     """Measure what a pair is worth here: plain generate, our loop, lookups and the drafter in turns."""
-    if line := removal(f"bench {source.target}"):  # what were sub-commands
+    is_there = source.target is not None and Path(source.target).exists()
+    if not is_there and (line := removal(f"bench {source.target}")):  # what were sub-commands
         raise ConfigurationError(line)
     # The prompts first: a wrong path should not cost loading a model.
     prompts = read_prompts(options.prompts, options.limit) if options.prompts else embedded_prompts()[: options.limit]

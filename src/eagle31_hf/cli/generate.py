@@ -23,7 +23,7 @@ from ..sampling.logits_processing import sampling_options
 from ..texts.decoder import IncrementalDecoder, RoundStreamer
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
-from .options import MORE, JsonOption, command, make_console, option, writable_json, write_json, write_svg
+from .options import MORE, JsonOption, command, finite, make_console, option, writable_json, write_json, write_svg
 from .pairs import DraftOptions, LoadedPair, PairSource, encode, load_pair
 from .progress import progress_bar
 
@@ -63,7 +63,7 @@ def generate(
     ),
     system: str | None = option(None, "System prompt.", panel=MORE),
     max_new_tokens: int = option(128, "Longest answer.", min=1),
-    temperature: float = option(0.0, "0 is greedy.", min=0.0),
+    temperature: float = option(0.0, "0 is greedy.", min=0.0, callback=finite),
     seed: int | None = option(
         None, "Of the random numbers; the same seed writes the same text, in half precision up to rounding.", panel=MORE
     ),

@@ -16,6 +16,7 @@ import functools
 import inspect
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
@@ -68,6 +69,13 @@ JsonOption = Annotated[
 TracebackOption = Annotated[
     bool, typer.Option("--traceback", help="Show the whole traceback of an error.", rich_help_panel=MORE)
 ]
+
+
+def finite(number: float) -> float:
+    """The number, if there is a larger one."""
+    if math.isinf(number):
+        raise typer.BadParameter("wanted a finite number")
+    return number
 
 
 def token_count(text: str) -> int:
