@@ -7,10 +7,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from eagle31_hf.cli import app, generate
+from eagle31_hf.cli import app, generate, pairs
 from eagle31_hf.cli.pairs import DraftOptions, PairSource, load_pair, make_plan
 from eagle31_hf.drafter import loading
 from eagle31_hf.drafting.shape import USUAL_TREE
+from eagle31_hf.errors import MemoryPlanError
+from eagle31_hf.memory import cards
 from eagle31_hf.memory.apply_plan import apply_plan
 from eagle31_hf.settings import Eagle31GenerationConfig
 from peak_runs import StorageMeter
@@ -76,3 +78,15 @@ def test_a_plan_knows_the_tree_that_is_asked_for(asked):
     alone, drafted = shapes
     assert drafted == alone
     assert drafted == plan.settings.shape if drafted.is_tree else drafted.nodes <= plan.settings.shape.nodes
+
+
+@pytest.mark.parametrize("drafter", [None, "none"])
+def test_a_plan_for_another_card_is_refused_before_anything_is_loaded(drafter, monkeypatch):
+    monkeypatch.setattr(pairs, "load_target", None)
+    with pytest.raises(MemoryPlanError, match=r"made for .*999 GiB.*or leave --card out"):
+        load_pair(PairSource(drafter=drafter, memory="auto", card=["999 GiB"]))
+
+
+def test_a_plan_is_for_the_device_that_is_asked_for(monkeypatch):
+    monkeypatch.setattr(cards, "best_kind", lambda: "cuda")  # a machine with a card
+    assert make_plan(PairSource(memory="auto", device="cpu"), DraftOptions(), batch=1).card.kind == "cpu"

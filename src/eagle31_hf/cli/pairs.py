@@ -22,7 +22,7 @@ from ..drafter.packed_linear import bitsandbytes
 from ..errors import CheckpointNotFoundError, ConfigurationError, first_line, removal
 from ..generate.hooks import install
 from ..memory import MemoryPlan, plan_memory
-from ..memory.cards import best_kind, one_card
+from ..memory.cards import Card, best_kind, measure_card, one_card
 from ..memory.drafter_facts import OWN_HEAD
 from ..targets.devices import SHORT_NAMES
 from ..texts.chats import encode_chat
@@ -190,6 +190,8 @@ def load_pair(
     placed = _placement(source)
     plan = make_plan(source, drafting, batch=batch)
     if plan is not None:
+        if source.card and (card := _card_here(source)) is not None:
+            plan.check_card(card)
         print_decision(make_console(), plan)
         plan.require_fit()
     install()
@@ -277,7 +279,7 @@ def make_plan(source: PairSource, drafting: DraftOptions, *, batch: int) -> Memo
         source.target_name,
         quantization=_planned_weights(source),
         drafter=(source.drafter or drafter_path()) if source.has_drafter else None,
-        card=one_card(source.card or ()),
+        card=one_card(source.card or ()) or _card_here(source),
         context=source.context,
         batch=batch,
         draft_tokens=drafting.draft_tokens if source.has_drafter else 0,
@@ -285,6 +287,11 @@ def make_plan(source: PairSource, drafting: DraftOptions, *, batch: int) -> Memo
         tree_size=drafting.tree_size,
         cache_type=None if source.cache_type == "auto" else source.cache_type,
     )
+
+
+def _card_here(source: PairSource) -> Card | None:
+    """The card that the target will sit on; `None`: transformers chooses."""
+    return None if source.device_map is not None else measure_card(torch.device(_placement(source)))
 
 
 def _planned_weights(source: PairSource) -> str | None:
