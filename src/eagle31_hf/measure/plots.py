@@ -36,7 +36,8 @@ def plot_bench(result: BenchResult, path: Path, *, title: str, footer: str) -> N
 
     Args:
         title: what was measured.
-        footer: where, and how."""
+        footer: where, and how.
+    """
     shown = [each for each in result.with_rows(min(result.settings.rows)) if each.method.drafts]
     kinds = list(dict.fromkeys(kind for each in shown for kind in each.by_kind))
     height = max(2.6, 0.8 + 0.3 * len(kinds) * len(shown))

@@ -121,7 +121,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Turn:
-    """Tasks of one kind that each method writes together, a row each; the how manieth, in which repeat."""
+    """Tasks of one kind that each method writes together, a row each: number `index` of this repeat."""
 
     repeat: int
     index: int
