@@ -56,6 +56,7 @@ REFUSED = {
     "generate --target nobody/nothing --drafter {drafter} --prompt x": UNKNOWN,
     "generate --target {top}/no --drafter {drafter} --prompt x": "no such folder",
     "plan {top}/no": "error: no target at '.*/no': no such folder; check the path$",
+    f"generate --target {'x' * 300} --drafter {{drafter}} --prompt x": "no such folder",
     "plan {top}/small-pair-drafer": MEANT,
     "generate --target {top}/empty --drafter {drafter} --prompt x": "config.json",
     "generate --target {top}/unweighted --drafter {drafter} --prompt x": "holds no complete target",

@@ -265,7 +265,7 @@ def refuse_drafter_as_target(name: str | os.PathLike[str], architectures: Collec
     if os.fspath(name).endswith(".gguf"):
         raise IncompatibleTargetError(removal("target FILE.gguf"))
     is_one = any("eagle3" in str(architecture).lower() for architecture in architectures or ())
-    if not is_one and Path(name).is_dir():
+    if not is_one and os.path.isdir(name):
         with suppress(CheckpointFormatError, UnsafeCheckpointError):
             is_one = holds_fusion(Path(name))
     if is_one:

@@ -110,7 +110,7 @@ def folder_meant(name: str) -> str:
 
 def missing_folder(name: str | os.PathLike[str]) -> str:
     """One line for the path of a target that is not there; empty for what is, and for what may be a Hub id."""
-    if Path(name).exists() or can_be_hub_id(str(name)):
+    if os.path.exists(name) or can_be_hub_id(str(name)):
         return ""
     return f"no target at {str(name)!r}: no such folder{folder_meant(str(name)) or '; check the path'}"
 
