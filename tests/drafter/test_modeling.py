@@ -44,11 +44,11 @@ def test_drafts_leave_no_trace_in_the_cache() -> None:
 @pytest.mark.parametrize(
     ("counts", "widths"), [([3], []), ([20], []), ([3, 3], [16]), ([5, 0, 2], [16]), ([20, 1, 7], [20, 16])], ids=str
 )
-def test_a_round_makes_one_rotary_table_at_most(
+def test_a_rounds_rotary_tables_are_made_once(
     counts: list[int], widths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What turned a draft turns the positions absorbed next, and a single row goes on with what is left of its table.
-    More than a draft at once is a prompt's."""
+    Several rows that read more than a draft has need one for that, too."""
     drafter = drafter_of("llama")
     rows = len(counts)
     session = DraftSession(drafter, batch_size=rows, capacity=64, block=32)

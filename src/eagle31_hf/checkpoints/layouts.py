@@ -60,7 +60,7 @@ class Layout:
         layer_ids: `(dotted path, convention)` of the places where it names target layers.
         prefixes: pairs of canonical and stored name prefixes; everything else keeps its name.
         lacks: names of the facts (`_FACTS`) that it cannot express; `None`: it is read and not written.
-        architecture, constants: what is written: class, entries without news.
+        architecture, constants: what is written of every drafter: its class, and entries that are always the same.
         layer_config: dotted prefix of the Llama fields. target_model: dotted path of the target's name.
         needs_target: whether its loaders ask for the target's name, and read the embedding from the file alone.
         ignores_the_rest: its classes read these fields and no others: the rest of a config is the target's.
