@@ -8,11 +8,12 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
-from eagle31_hf.sampling.grammar import GrammarCompiler
+from eagle31_hf.sampling.grammar import GrammarCompiler, GrammarProcessor
 from eagle31_hf.serving.answers import AnswerParser, writer_of
 from eagle31_hf.serving.api import call_grammar
 from eagle31_hf.serving.bodies import ChatBody, parse
@@ -302,6 +303,30 @@ def assert_forced(tokenizer, tools, text):
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         assert compiled.matcher.consume_token(token), tokenizer.decode([token])
     assert compiled.matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        ("choice", ["<tool_call>"], "<tool_call>"),
+        ("choice", ["a <tool_call> b"], "a <tool_call> b"),
+        ("regex", "<tool_call>/x", "<tool_call>/x"),
+        ("json", {"const": "<tool_call>"}, '"<tool_call>"'),
+        ("grammar", 'start: "<tool_call>"', "<tool_call>"),
+    ],
+)
+def test_the_text_of_an_added_token_can_be_asked_for(kind, value, text):
+    pytest.importorskip("llguidance")
+    tokenizer = tokenizer_of("Hermes JSON")
+    tokenizer.add_tokens(["<tool_call>"])
+    end = tokenizer.eos_token_id
+    grammar = GrammarCompiler(tokenizer, len(tokenizer), frozenset([end])).compile(kind, value)
+    allows, written, allowed = GrammarProcessor(grammar, 0), torch.zeros(1, 0, dtype=torch.long), torch.tensor([0])
+    while end not in allowed:
+        allowed = allows(written, torch.zeros(1, len(tokenizer))).isfinite().nonzero()[:, 1]
+        assert len(allowed), tokenizer.decode(written[0])
+        written = torch.cat([written, allowed[None, -1:]], 1)
+    assert tokenizer.decode(written[0, :-1]) == text
 
 
 @pytest.mark.parametrize("has_tokens", [False, True], ids=["text", "added tokens"])

@@ -20,6 +20,9 @@ from ..errors import ConfigurationError, removal
 WHITE_SPACE = {"whitespace_pattern": r"[ \n]{0,12}"}
 """Between the parts of JSON: enough for any indentation, and not so much that a text is nothing else."""
 
+LETTERS_ONLY = '%llguidance {"no_forcing": true}\n'
+"""Else llguidance offers an added token where a text has its letters, and refuses it when it has been chosen."""
+
 SEEN_AT_ONCE = 32
 """Last tokens of a thought in which its end is looked for: more than a round and a mark have."""
 
@@ -96,6 +99,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, eos_ids: frozenset[int]):
         self._tokenizer: Any = tokenizer
         self._vocabulary, self._eos_ids = vocabulary, sorted(eos_ids)
+        self._lark_text = LarkText(tokenizer)
 
     def compile(self, kind: str, value: Any) -> Grammar:
         """Texts that are JSON by a schema (`"json"`), that a regular expression matches from end to end (`"regex"`),
@@ -105,15 +109,16 @@ class GrammarCompiler:
         made = _llguidance().LLMatcher
         try:
             if kind == "json":
-                description = made.grammar_from_json_schema(json.dumps(with_white_space(value)))
+                lark = f"start: %json {json.dumps(with_white_space(value))}"
             elif kind == "regex":
-                description = made.grammar_from_regex(value)
+                lark = json.loads(made.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
             elif kind == "choice":
-                choices = " | ".join(json.dumps(text) for text in value)
-                description = made.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+                lark = f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, value))}"
             else:
-                description = made.grammar_from_lark(value)
-            matcher = made(self._llguidance_tokenizer, description)
+                lark = value
+            if self._lark_text.before_token(str(value)) != str(value):
+                lark = LETTERS_ONLY + lark
+            matcher = made(self._llguidance_tokenizer, made.grammar_from_lark(lark))
             problem = matcher.get_error()
         except Exception as error:  # whatever a client's text leads a parser to
             problem = str(error) or type(error).__name__
@@ -121,7 +126,8 @@ class GrammarCompiler:
             problem = removal("structured_outputs.grammar in GBNF")
         if problem:  # behind it stands the whole grammar
             what = {"json": "JSON schema", "regex": "regular expression"}.get(kind, "grammar")
-            raise ConfigurationError(f"this {what} cannot be followed: {problem.splitlines()[0]}")
+            reason = problem.splitlines()[0].rpartition("failed to compile JSON schema: ")[2]
+            raise ConfigurationError(f"this {what} cannot be followed: {reason}")
         return Grammar(matcher, self._vocabulary, self._eos_ids)
 
     @cached_property
