@@ -138,17 +138,11 @@ def _sampling(body: AnyBody, choice: int) -> Sampling:
 
 def call_grammar(form: AnswerForm, tools: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
     """Texts that call one of the tools, in Lark's notation: in the form's own words or as JSON alone."""
-    functions, lark = [tool["function"] for tool in tools], LarkText(tokenizer)
-    if form.name == "Qwen XML":
-        rules = [_xml_rules(lark, n, f, "<tool_call>\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n",
-                            "</function>\n</tool_call>") for n, f in enumerate(functions)]  # fmt: skip
-    elif form.name == "GLM XML":
-        rules = [_xml_rules(lark, n, f, "<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n",
-                            "</tool_call>") for n, f in enumerate(functions)]  # fmt: skip
+    functions, lark, marks = [tool["function"] for tool in tools], LarkText(tokenizer), form.call_marks
+    if len(marks) == 4:
+        rules = [_xml_rules(lark, n, f, marks) for n, f in enumerate(functions)]
     else:
-        is_marked = form.name == "Hermes JSON"
-        marks = ("<tool_call>\n", "\n</tool_call>") if is_marked else ("", "")
-        arguments = "parameters" if not is_marked and '"parameters":' in str(tokenizer.chat_template) else "arguments"
+        arguments = "parameters" if not any(marks) and '"parameters":' in str(tokenizer.chat_template) else "arguments"
         rules = [_json_rules(lark, n, f, arguments, marks) for n, f in enumerate(functions)]
     return "\n".join(["start: " + " | ".join(f"call{n}" for n in range(len(rules))), *rules])
 
@@ -161,16 +155,17 @@ def _json_rules(lark: LarkText, number: int, function: dict[str, Any], arguments
     return f"call{number}: {begin} arguments{number} {end}\narguments{number}: %json {schema}"
 
 
-def _xml_rules(lark: LarkText, number: int, tool: dict[str, Any], begin: str, key: str, key_end: str, end: str) -> str:
+def _xml_rules(lark: LarkText, number: int, function: dict[str, Any], marks: Sequence[str]) -> str:
     """Each parameter by itself, in their order; those that are not required may be left out."""
-    parameters = with_types(tool.get("parameters") or {})
+    begin, key, key_end, end = marks
+    parameters = with_types(function.get("parameters") or {})
     required, definitions = parameters.get("required", []), {k: parameters[k] for k in ("$defs",) if k in parameters}
     parts, rules = [], []
     for place, (name, schema) in enumerate(parameters.get("properties", {}).items()):
         value = f"value{number}x{place}"
         parts.append(f"({lark(key.format(name))} {value})" + ("" if name in required else "?"))
         rules.append(f"{value}: {_value_rule(lark, schema, definitions, key_end)}")
-    call = " ".join([lark(begin.format(tool["name"])), *parts, lark(end)])
+    call = " ".join([lark(begin.format(function["name"])), *parts, lark(end)])
     return "\n".join([f"call{number}: {call}", *rules])
 
 

@@ -29,6 +29,8 @@ class AnswerForm:
         think: marks around a thought.
         around: marks around several calls, where each has others of its own.
         marks: special tokens that the parser has to see.
+        call_marks: what stands before and behind the JSON of a call that is forced; of forms with a mark for each
+            parameter what stands before the call, before and behind a parameter's value, and behind the call.
         call_id: how calls are named, of `{random}` letters and digits, the function's `{name}`, and a `{number}` that
             counts the calls of the chat. Templates show names to the model: Mistral's refuse any but nine characters.
     """
@@ -39,6 +41,7 @@ class AnswerForm:
     think: tuple[str, str] = ("<think>", "</think>")
     around: tuple[str, str] | None = None
     marks: frozenset[int] = frozenset()
+    call_marks: tuple[str, ...] = ("", "")
     call_id: str = "call_{random:.24}"
 
 
@@ -111,11 +114,13 @@ _FORMS: tuple[tuple[tuple[str, ...], AnswerForm], ...] = (
     (("<arg_key>",), _form("GLM XML", _call(
         open_pattern=r"<tool_call>\s*(?P<name>[^<\s]+)\s*", close="</tool_call>", content="xml-inline",
         content_args={"tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
-    ))),
+    ), call_marks=("<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"))),
     (("<tool_call>", "<function="), _form("Qwen XML", _call(
         open_pattern=r"<tool_call>\s*<function=(?P<name>[^>\n]+)>", close_pattern=r"</function>\s*</tool_call>",
         content="xml-inline", content_args={"tag_pattern":
             r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))"},
+    ), call_marks=(
+        "<tool_call>\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>\n</tool_call>",
     ))),
     (("<|tool_call>",), _form("Gemma 4", _call(
         open_pattern=r"<\|tool_call>call:(?P<name>[\w.-]+)", close="<tool_call|>", content="json",
@@ -142,7 +147,9 @@ _FORMS: tuple[tuple[tuple[str, ...], AnswerForm], ...] = (
         close="<｜tool▁call▁end｜>", content="json",
     ), **_DEEPSEEK)),
     (("<|python_tag|>",), _form("Llama 3 JSON", _json(open="<|python_tag|>", close="<|eom_id|>"))),
-    (("<tool_call>",), _form("Hermes JSON", _json(open="<tool_call>", close="</tool_call>"))),
+    (("<tool_call>",), _form(
+        "Hermes JSON", _json(open="<tool_call>", close="</tool_call>"), call_marks=("<tool_call>\n", "\n</tool_call>"),
+    )),
 )  # fmt: skip
 
 
