@@ -121,7 +121,7 @@ RAISED = ("IndexError: ", "ValueError: ", "KeyError: 'no such state'")
 
 @pytest.mark.parametrize("how", list(HARMFUL))
 @pytest.mark.thorough(every=5)
-def test_a_row_that_fails_ends_alone(pair, engine, wanted, poisoned, monkeypatch, how):
+def test_a_row_that_fails_ends_alone(pair, engine, wanted, poisoned, monkeypatch, caplog, how):
     monkeypatch.setattr(rows, "GrammarProcessor", lambda grammar, *_: grammar)
     prompt = encode_chat(pair.tokenizer, MESSAGES)
     victims = victims_of(engine, prompt)
@@ -130,6 +130,7 @@ def test_a_row_that_fails_ends_alone(pair, engine, wanted, poisoned, monkeypatch
     assert attacker.ended.wait(60)
     assert attacker.finish == "error"
     assert attacker.error.startswith(RAISED) if "raise" in how else "no numbers" in attacker.error
+    assert "raise" in how or not any(record.exc_info for record in caplog.records), "numbers are no fault of the code"
     if "grammar" in harmful:
         assert len(attacker.tokens) == (0 if harmful["prompt"] == prompt else 7), "what was written before stays"
     after = [

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ..errors import count
+from ..errors import Eagle31Error, count
 from .api_errors import ApiError
 from .text import Event
 
@@ -77,7 +77,8 @@ class Scheduler:
             try:
                 left -= self._read(text, left)
             except Exception as error:  # whatever a template, a grammar or a forward raises
-                logger.exception("eagle31: a prompt of %d tokens could not be read", len(text.request.prompt))
+                length, is_ours = len(text.request.prompt), isinstance(error, Eagle31Error)
+                logger.error("eagle31: a prompt of %d tokens was not read: %s", length, error, exc_info=not is_ours)
                 self._let_go(text, Event.failure(error))
         if self.batch.texts:
             self._round()
