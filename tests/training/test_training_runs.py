@@ -124,6 +124,7 @@ def test_a_run_has_as_many_steps_as_its_minutes_hold(tmp_path: Path, monkeypatch
         ({"regenerate": "some"}, "regenerate is 'some'"),
         ({"dtype": "fp64"}, "dtype is 'fp64'"),
         ({"device": "gpu"}, "device is 'gpu'"),
+        ({"report_to": "nope"}, "report_to is 'nope'; wanted one of none, all"),
         ({"out": Path(__file__)}, r"test_training_runs\.py' is a file; name a folder"),
         ({"out": Path(__file__) / "run"}, r"test_training_runs\.py' is a file; name a folder"),
     ],

@@ -28,11 +28,12 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.integrations import get_available_reporting_integrations
 
 from ..checkpoints import inspect_checkpoint
 from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import TrainingError, count
+from ..errors import ConfigurationError, TrainingError, count
 from ..targets.devices import quick_dtype
 from ..texts.conversations import read_conversations
 from ..texts.rows import Conversation
@@ -91,6 +92,10 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
         CheckpointError, IncompatibleTargetError: the target or the drafter to start from cannot be used.
     """
     settings.check()
+    loggers = ("none", "all", *get_available_reporting_integrations())
+    if settings.report_to not in loggers:  # which Trainer would say after hours of writing
+        wanted = f"wanted one of {', '.join(loggers)}; others need their package"
+        raise ConfigurationError(f"report_to is {settings.report_to!r}; {wanted}")
     console = console or Console(stderr=True)
     if not is_first_process():
         console = Console(quiet=True)
