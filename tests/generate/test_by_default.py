@@ -102,7 +102,8 @@ def test_what_cannot_be_drafted_for_is_as_it_would_be_without(eagle, target, kwa
         assert eagle.stats.reason
 
 
-def test_errors_of_a_text_that_was_begun_are_passed_on(eagle, target):
+@pytest.mark.parametrize("beams", [1, 2])
+def test_errors_of_a_text_that_was_begun_are_passed_on(eagle, target, beams):
     asked = itertools.count(1)
 
     def fails(*_: Any, **__: Any) -> Any:
@@ -111,7 +112,7 @@ def test_errors_of_a_text_that_was_begun_are_passed_on(eagle, target):
         return False
 
     with pytest.raises(RuntimeError, match="a rule of one's own"):
-        written(target, stopping_criteria=[fails])
+        written(target, stopping_criteria=[fails], num_beams=beams)
     assert next(asked) == 6, "asked once only"
 
 
@@ -164,3 +165,11 @@ def test_a_carried_cache_that_our_loop_cannot_continue_is_plains_business(eagle,
     assert again() == plain
     assert eagle.stats.loop == "plain"
     assert "mask has pads" in eagle.stats.reason
+
+
+def test_what_is_found_out_behind_the_prompt_streams_it_once(eagle, target):
+    shown, ids = Shown(), torch.tensor([[5, 6, 7, 8]])
+    with pytest.raises(RuntimeError):  # as plain decoding
+        target.generate(ids, attention_mask=torch.ones(1, 3), streamer=shown, max_new_tokens=4, do_sample=False)
+    assert shown.tokens == [5, 6, 7, 8]
+    assert "mask covers" in eagle.stats.reason

@@ -78,18 +78,18 @@ def _assisting(stock: Callable) -> Callable:
         call = AssistedCall(self, assistant, setting("num_assistant_tokens"), by_default)
         try:
             check_before_work(self, assistant, setting)
-            with _calling(call):
-                output = stock(self, **arguments)
-            if not call.has_begun:
-                kind = "beam search" if (setting("num_beams") or 1) > 1 else "this way to decode"
-                assistant.stats = SpeculationStats(loop="plain", reason=f"{kind} takes no drafts")
-            return output
         except Exception as error:
-            if call.has_begun or not by_default:
+            if not by_default:
                 raise
             assistant.stats = SpeculationStats(loop="plain", reason=f"cannot be drafted for: {first_line(error)}")
-        with _calling(None):
-            return stock(self, **arguments)  # raises what is wrong without an assistant, too
+            with _calling(None):
+                return stock(self, **arguments)
+        with _calling(call):
+            output = stock(self, **arguments)
+        if not call.has_begun:
+            kind = "beam search" if (setting("num_beams") or 1) > 1 else "this way to decode"
+            assistant.stats = SpeculationStats(loop="plain", reason=f"{kind} takes no drafts")
+        return output
 
     generate._eagle31 = True  # type: ignore[attr-defined]
     return generate

@@ -35,12 +35,18 @@ def why_plain(call: Call) -> str:
     """Why plain decoding writes a text; empty where our loop serves the call exactly, unless it was not wanted.
 
     Raises:
-        UnsupportedGenerationError: our loop was asked for by name, and cannot serve the call exactly.
+        UnsupportedGenerationError: our loop was asked for by name, and cannot serve the call exactly; or mask or cache
+            do not fit the prompts of a call that names its drafter.
     """
     settings = call.drafter.generation_config
     if settings.speculation_loop == "plain":
         return ASKED_FOR
-    why = next((why for objection in AGAINST_OWN if (why := objection(call)) is not None), None)
+    try:
+        why = next((why for objection in AGAINST_OWN if (why := objection(call)) is not None), None)
+    except UnsupportedGenerationError as error:
+        if not call.assisted.by_default:
+            raise
+        why = str(error)
     if why is None:
         return ""
     if call.assisted.must_be_own:
