@@ -120,7 +120,7 @@ class Call:
         limit = self.drafter.binding.rotates_alike_up_to
         return limit is not None and self.longest_text > limit
 
-    @property
+    @cached_property
     def text_length(self) -> int:
         """Tokens of the whole text, of which `input_ids` may be the new ones only."""
         if self.attention_mask is not None:
