@@ -315,14 +315,8 @@ def _alternatives(request: _Request, target: Any, attention: str | None) -> tupl
     found = []
     if shorter := _longest_context(request.candidates[-1]):
         found.append(Alternative("context", f"{shorter:,}"))
-    packed = (
-        {}
-        if request.target.loaded
-        else {
-            name: replace(request, target=read_target(target, scheme(name), attention=attention))
-            for name in _SMALLER_SCHEMES
-        }
-    )
+    schemes = () if request.target.loaded else _SMALLER_SCHEMES
+    packed = {each: replace(request, target=read_target(target, scheme(each), attention=attention)) for each in schemes}
     weights = request.target.weights.total
     fitting = (name for name, each in packed.items() if each.target.weights.total < weights and each.choose().fits)
     smaller, larger = next(fitting, None), _larger_card(request)
