@@ -49,8 +49,10 @@ def test_kept_graphs_are_loaded_before_the_first_answer(monkeypatch, are_kept):
     assert "read 17 of 17" in " ".join(told.stdout.split())
 
 
-def test_a_plan_is_shown_before_anything_is_loaded_and_kept_to():
-    out = " ".join(chat(QUESTION, arguments=["--memory", "auto", "--context", "256"]).stdout.split())
+@pytest.mark.parametrize("drafter", [(), ("--drafter", "none")], ids=str)
+def test_a_plan_is_shown_before_anything_is_loaded_and_kept_to(drafter):
+    out = " ".join(chat(QUESTION, arguments=["--memory", "auto", "--context", "256", *drafter]).stdout.split())
+    assert "acceptance length" in out
     assert out.count("context 256 tokens") == 1
     assert out.index("context 256 tokens") < out.index("lists commands")
     assert "read 17 of 17" in out
