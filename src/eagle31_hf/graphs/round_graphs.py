@@ -18,6 +18,7 @@ from ..drafting.draft_tree import DraftTree
 from ..drafting.shape import DraftShape
 from ..sampling.acceptance import Acceptance, accept_chosen, for_host, match_prefix
 from ..sampling.seen_tokens import seen_after, seen_at_nodes
+from ..targets.binding import TargetOutput
 from .draft_graphs import (
     ChosenBy,
     CompiledDrafting,
@@ -66,8 +67,7 @@ class RoundStep:
 
     def __call__(
         self,
-        logits: Tensor,
-        aux: Tensor,
+        verified: TargetOutput,
         drafts: DraftNodes,
         slots: Tensor,
         rotary: Rotary | None,
@@ -77,7 +77,7 @@ class RoundStep:
         """The step.
 
         Args:
-            logits, aux: the target's `(B, N, V)` and `(B, N, A*Ht)` of all nodes.
+            verified: all nodes.
             drafts: to be accepted.
             slots: `(B, W + draft_slots)`, from the first node over all that may be accepted to the end of the draft
                 behind.
@@ -85,6 +85,8 @@ class RoundStep:
             by: what tokens are chosen by.
         """
         width, turned = self.width, rotary_of(self.drafter, slots, self.width + self.levels, rotary)
+        logits, aux = verified
+        assert aux is not None, "the drafter reads it"
         acceptance, path = self.accept(logits, drafts, by)
         last, readable = acceptance.length - 1, self.readable(acceptance, logits.shape[-1])
         cos, sin = (table[:, :width] for table in turned)
@@ -160,15 +162,14 @@ class RoundStep:
         return shape.min_confidence == 0 and shape.depth > 0
 
     def advance(
-        self, drafting: CompiledDrafting, tree: DraftTree, logits: Tensor, aux: Tensor, by: ChosenBy
+        self, drafting: CompiledDrafting, tree: DraftTree, verified: TargetOutput, by: ChosenBy
     ) -> AcceptedAhead | None:
         """What the target accepts of a round's drafts, and what was drafted after it; `None` where no graph can say.
 
         Args:
             drafting: the drafter's compiled steps.
             tree: the drafts.
-            logits: the target's `(B, N, V)`.
-            aux: its hidden states `(B, N, A*Ht)`.
+            verified: all nodes.
             by: what tokens are chosen by, of the next `looks_ahead` positions.
         """
         session, inputs, shape = drafting.session, drafting.inputs, self.shape
@@ -177,12 +178,13 @@ class RoundStep:
         session.cache.place(self.width)
         if not inputs.make_room(self.width + self.draft_slots):
             return None
-        aux = aux.to(device=session.device, dtype=session.dtype)
+        assert verified.aux is not None, "the drafter reads it"
+        verified = verified._replace(aux=verified.aux.to(device=session.device, dtype=session.dtype))
         by, nodes = by.to(session.device), DraftNodes.of(tree, shape)
 
         def filled() -> tuple:
             slots, rotary = inputs.slots(self.width + self.draft_slots), drafting.rotary(self.width + self.levels)
-            return logits, aux, nodes, slots, rotary, by, inputs.fixed
+            return verified, nodes, slots, rotary, by, inputs.fixed
 
         key_shape = shape.depth, shape.top_k, inputs.num_slots
         made: AcceptedAhead | None = drafting.graphs.run_or_eager(

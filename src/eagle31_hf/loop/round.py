@@ -147,10 +147,10 @@ class Round:
     def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
         """What the target says to the drafts. The host waits for the device here, and nowhere else in a round."""
         self._ahead, step = None, self._round_step(batch)
-        if self.drafting is not None and step is not None and verified.aux is not None:
+        if self.drafting is not None and step is not None:
             with self.clock.phase("draft"):
                 chosen_by = _chosen_by(batch, step.looks_ahead)
-                self._ahead = step.advance(self.drafting, tree, verified.logits, verified.aux, chosen_by)
+                self._ahead = step.advance(self.drafting, tree, verified, chosen_by)
         if self._ahead is None:
             accepted = Acceptor(tree, verified.logits, batch).accept(self._is_broken(batch))
         else:
