@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import logits_process as stock
 
-from ..errors import ConfigurationError, removal
+from ..errors import ConfigurationError, first_line, removal
 
 WHITE_SPACE = {"whitespace_pattern": r"[ \n]{0,12}"}
 """Between the parts of JSON: enough for any indentation, and not so much that a text is nothing else."""
@@ -121,7 +121,7 @@ class GrammarCompiler:
             matcher = made(self._llguidance_tokenizer, made.grammar_from_lark(lark))
             problem = matcher.get_error()
         except Exception as error:  # whatever a client's text leads a parser to
-            problem = str(error) or type(error).__name__
+            problem = first_line(error)
         if problem and kind == "grammar" and "::=" in value:
             problem = removal("structured_outputs.grammar in GBNF")
         if problem:  # behind it stands the whole grammar
