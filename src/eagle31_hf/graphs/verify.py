@@ -147,11 +147,8 @@ class CompiledVerification:
         )
 
     def _masks(self, tree: DraftTree, nodes: int) -> Masks:
-        mask, widths, hidden = (
-            self.eager.mask(tree),
-            self.inputs.mask_widths,
-            torch.finfo(self.binding.compute_dtype).min,
-        )
+        mask, widths = self.eager.mask(tree), self.inputs.mask_widths
+        hidden = torch.finfo(self.binding.compute_dtype).min
 
         def filled(mask: Tensor, width: int) -> Tensor:
             return padded(mask.expand(len(tree.tokens), -1, -1, -1), nodes, width, value=hidden)

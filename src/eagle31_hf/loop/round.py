@@ -145,7 +145,8 @@ class Round:
     # --- accept --------------------------------------------------------------------------------------------------
 
     def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
-        """What the target says to the drafts. The host waits for the device here, and nowhere else in a round."""
+        """What the target says to the drafts. The host waits for the device here; in drafting it does only where doubt
+        may end a chain, or processors look at the tokens drafted before."""
         self._ahead, step = None, self._round_step(batch)
         if self.drafting is not None and step is not None:
             with self.clock.phase("draft"):
