@@ -57,8 +57,10 @@ def test_a_drafter_of_no_use_is_called_so(tmp_path: Path) -> None:
     useless, useful = (Acceptance(rounds=10, accepted=count) for count in (1, 15))
     for counts, words in ((useless, "1.10 tokens a pass on held-out prompts, too few"), (useful, "eagle31 chat t ")):
         report = TrainingReport(tmp_path, PLAN, (StageResult("stage1", 30, 1.0, {"all": counts}),))
-        (line,) = report.advice("t")
+        (line,) = report.advice("t", None)
         assert words in line
+    assert "--target-id" in list(report.advice(str(tmp_path), None))[-1], "a folder is nobody else's name"
+    assert len(list(report.advice(str(tmp_path), "owner/target"))) == 1
 
 
 def test_fresh_removes_what_a_run_has_left_and_nothing_else(out: Path) -> None:

@@ -64,7 +64,11 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
         again = train_drafter(replace(told, resume=True, max_steps=steps), console=console)
         assert again == report, "finished before: not trained again"
     assert (told.out / "model.safetensors").read_bytes() == weights
+    renamed = train_drafter(replace(told, resume=True, target_id="o/t"), console=console)
+    assert renamed == report
     said = console.file.getvalue()
+    assert f"not done  target o/t: the card keeps {target_path().name}; " in said
+    assert "not done  license" not in said
     assert "the target writes its own turns" not in said, "they are there"
     assert said.count("changed   ") == 1
     assert "changed   max_steps 1 instead of 2\n" in said

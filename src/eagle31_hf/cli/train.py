@@ -20,5 +20,5 @@ def train(*, settings: TrainingSettings, json_path: JsonOption = None) -> None:
         write_json(json_path, report.to_dict())
         console = make_console()
         console.print(f"drafter written to {report.folder}")
-        for line in report.advice(settings.target):
+        for line in report.advice(settings.target, settings.target_id):
             console.print(line)

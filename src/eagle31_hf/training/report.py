@@ -162,8 +162,8 @@ class TrainingReport:
     plan: TrainingPlan
     stages: tuple[StageResult, ...]
 
-    def advice(self, target: str) -> Iterator[str]:
-        """What to do with the drafter, one line each."""
+    def advice(self, target: str, target_id: str | None) -> Iterator[str]:
+        """What to do with the drafter, one line each; `target_id` as in the settings."""
         length = Acceptance.of(self.stages[-1].acceptance.values()).acceptance_length
         if length < USELESS_LENGTH:
             yield (
@@ -172,7 +172,7 @@ class TrainingReport:
             )
         else:
             yield f"try it: eagle31 chat {target} {self.folder}"
-            if Path(target).is_dir():
+            if Path(target).is_dir() and target_id is None:
                 yield "its card names a folder as its target; to publish it, train with --target-id OWNER/NAME"
 
     def to_dict(self) -> dict[str, Any]:

@@ -175,6 +175,10 @@ class Run:
         if earlier is None or steps is None or earlier.stages[0].name != self.stage or earlier.plan.steps < steps:
             return None
         say(self.console, f"finished  by an earlier run of {count(earlier.plan.steps, 'step')}; nothing is trained")
+        record = json.loads((self.settings.out / RECORD_FILE).read_text(encoding="utf-8"))
+        for name, asked in (("target", self.settings.target_id), ("license", self.settings.license)):
+            if asked not in (None, kept := record.get(name)):
+                say(self.console, f"not done  {name} {asked}: the card keeps {kept}; more steps write it anew")
         return earlier
 
     # --- texts ---------------------------------------------------------------------------------------------------
