@@ -173,6 +173,7 @@ def test_a_checkpoint_brings_its_draft_vocabulary_along(tmp_path: Path) -> None:
 
 def test_a_checkpoint_cut_short_is_passed_over(tmp_path: Path) -> None:
     make_trainer(tmp_path, steps=4).train()
+    shutil.copytree(tmp_path / "checkpoint-4", tmp_path / "checkpoint-4-copy")
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text('{"global_st')
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"

@@ -215,8 +215,8 @@ def last_checkpoint(folder: Path) -> Path | None:
 
     `Trainer` writes its state last, so a checkpoint cut short by a kill or a full disk has none that can be read.
     """
-    complete = filter(_is_complete, folder.glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*"))
-    return max(complete, key=step_of, default=None)
+    found = (path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if re.fullmatch(r"[a-z]+-\d+", path.name))
+    return max(filter(_is_complete, found), key=step_of, default=None)
 
 
 def step_of(checkpoint: Path) -> int:
