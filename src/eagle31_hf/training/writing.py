@@ -145,8 +145,8 @@ def regenerate(
     on_progress(len(conversations) - len(missing), 0.0)
 
     def keep(row: RowToWrite) -> None:
-        kept[row.conversation.key] = row.to_json()
-        lines.add(row.to_json())
+        line = kept[row.conversation.key] = row.to_json()
+        lines.add(line)
         on_progress(1, 0.0)
 
     writer = _TurnWriter(target, tokenizer, settings, keep, on_progress)
