@@ -251,7 +251,7 @@ def test_slower_drafts_come_with_what_may_help(measured_once):
             text = shown(timed(measured_once, slow))
         found[length] = next(line for line in text.splitlines() if line.startswith("drafter: slower"))
         assert "lookups: slower than plain; try graphs (eagle31 warmup) or fewer --draft-tokens." in text
-    assert found[1.1].endswith("1.10 tokens a pass are too few: train a drafter for such texts (eagle31 train).")
+    assert found[1.1].endswith("1.10 tokens a pass are too few: train a drafter (eagle31 train).")
     assert found[2.5] == "drafter: slower than plain; try graphs (eagle31 warmup) or fewer --draft-tokens."
 
 

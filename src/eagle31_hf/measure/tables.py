@@ -149,7 +149,7 @@ def _what_may_help(result: MethodResult) -> str:
     """Where drafts make a text slower."""
     length = result.tokens_per_pass
     if result.method.writer is Writer.DRAFTER and length is not None and length < USELESS_LENGTH:
-        return f"{length:.2f} tokens a pass are too few: train a drafter for such texts (eagle31 train)"
+        return f"{length:.2f} tokens a pass are too few: train a drafter (eagle31 train)"
     return f"try {'' if result.method.by_graphs else 'graphs (eagle31 warmup) or '}fewer --draft-tokens"
 
 
