@@ -45,7 +45,7 @@ def test_lines_have_ids_and_categories(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"id": ', r"bad\.jsonl, line 2: not JSON"),
+        ('{"id": ', r"bad\.jsonl, line 2: not JSON \(Expecting value at character 7\);"),
         ("[" * 100_000, r"bad\.jsonl, line 2: not usable JSON"),
         ("9" * 5000, "line 2: (not usable JSON|a row is int)"),
         ("[1, 2]", r"bad\.jsonl, line 2: a row is list"),
@@ -73,8 +73,8 @@ def test_one_list_of_rows_is_read_as_lines_are(tmp_path: Path, indent: int | Non
 
 
 def test_a_bad_list_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"chats\.json, read as one list of rows: not JSON .*line 3"):
-        read_files(tmp_path, chats__json='[\n{"prompt": "x"},\n{"prompt" "y"}]')
+    with pytest.raises(TrainingError, match=r"chats\.json, read as one list of rows: not JSON \(.* at line 5, column"):
+        read_files(tmp_path, chats__json='\n\n[\n{"prompt": "x"},\n{"prompt" "y"}]')
     with pytest.raises(TrainingError, match=r"chats\.json, row 2: a row is str"):
         read_files(tmp_path, chats__json='[{"prompt": "x"}, "y"]')
 

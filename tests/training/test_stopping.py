@@ -136,7 +136,7 @@ def test_recipes_are_those_of_the_steps_that_are_left(tmp_path: Path) -> None:
     keep_recipes(tmp_path, [[0, first], [4, second]])
     assert recipes_of(tmp_path, 6, second) == ([[0, first], [4, second]], "")
     assert recipes_of(tmp_path, 6, third)[0] == [[0, first], [4, second], [6, third]]
-    assert recipes_of(tmp_path, 4, first) == ([[0, first]], "learning_rate 1 instead of 2"), "killed before its next"
+    assert recipes_of(tmp_path, 4, first) == ([[0, first]], "--learning-rate 1 instead of 2"), "killed before its next"
     (tmp_path / "recipes.json").write_text("[[0, {")
     assert recipes_of(tmp_path, 4, third) == ([[4, third]], "")
 

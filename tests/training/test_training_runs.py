@@ -71,15 +71,15 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     assert "not done  license" not in said
     assert "the target writes its own turns" not in said, "they are there"
     assert said.count("changed   ") == 1
-    assert "changed   max_steps 1 instead of 2\n" in said
+    assert "changed   --max-steps 1 instead of 2\n" in said
     more = train_drafter(replace(told, resume=True, max_steps=5, learning_rate=0.5), console=console)
-    assert "changed   max_steps 5 instead of 2, learning_rate 0.5 instead of 0.002\n" in console.file.getvalue()
+    assert "changed   --max-steps 5 instead of 2, --learning-rate 0.5 instead of 0.002\n" in console.file.getvalue()
     assert more.stages[0].steps == 5
     assert (told.out / "model.safetensors").read_bytes() != weights
     recorded = json.loads((told.out / "training_report.json").read_text())
     assert recorded["recipe"]["max_steps"] == "5"
     (change,) = recorded["changed"]
-    assert change == "from step 3 on max_steps 5 instead of 2, learning_rate 0.5 instead of 0.002"
+    assert change == "from step 3 on --max-steps 5 instead of 2, --learning-rate 0.5 instead of 0.002"
     assert f"resumed with other options: {change}." in (told.out / "README.md").read_text()
     second = train_drafter(replace(told, stage="2", drafter=str(told.out), out=tmp_path / "second", max_steps=1))
     assert [(stage.name, stage.steps) for stage in second.stages] == [("stage2", 1)]
@@ -112,23 +112,23 @@ def test_a_run_has_as_many_steps_as_its_minutes_hold(tmp_path: Path, monkeypatch
     ("fields", "message"),
     [
         ({"resume": True}, "nothing to resume"),
-        ({"resume": True, "fresh": True}, "resume and fresh exclude each other"),
-        ({"stage": "3"}, "stage is '3'; wanted one of 1, 2"),
+        ({"resume": True, "fresh": True}, "--resume and --fresh exclude each other"),
+        ({"stage": "3"}, "--stage is '3'; wanted one of 1, 2"),
         ({"stage": "both"}, r"--stage both went in 0\.2\.0: train stage 1, then"),
         ({"stage": "2"}, "stage 2 improves a trained drafter"),
-        ({"prompts": ()}, "no prompts given"),
-        ({"ttt_steps": 0}, "ttt_steps is 0; wanted more than 0"),
-        ({"max_steps": -3}, "max_steps is -3; wanted more than 0"),
-        ({"max_rows": 0}, "max_rows is 0; wanted more than 0"),
-        ({"epochs": -1.0}, "epochs is -1.0; wanted more than 0"),
-        ({"learning_rate": -1.0}, "learning_rate is -1.0; wanted more than 0"),
-        ({"minutes": 0.0}, "minutes is 0.0; wanted more than 0"),
+        ({"prompts": ()}, "no --prompts given"),
+        ({"ttt_steps": 0}, "--ttt-steps is 0; wanted more than 0"),
+        ({"max_steps": -3}, "--max-steps is -3; wanted more than 0"),
+        ({"max_rows": 0}, "--max-rows is 0; wanted more than 0"),
+        ({"epochs": -1.0}, "--epochs is -1.0; wanted more than 0"),
+        ({"learning_rate": -1.0}, "--learning-rate is -1.0; wanted more than 0"),
+        ({"minutes": 0.0}, "--minutes is 0.0; wanted more than 0"),
         ({"minutes": 8.0, "max_steps": 5}, "give one"),
         ({"temperature": (-1.0,)}, "wanted 0"),
-        ({"regenerate": "some"}, "regenerate is 'some'"),
-        ({"dtype": "fp64"}, "dtype is 'fp64'"),
-        ({"device": "gpu"}, "device is 'gpu'"),
-        ({"report_to": "nope"}, "report_to is 'nope'; wanted one of none, all"),
+        ({"regenerate": "some"}, "--regenerate is 'some'"),
+        ({"dtype": "fp64"}, "--dtype is 'fp64'"),
+        ({"device": "gpu"}, "--device is 'gpu'"),
+        ({"report_to": "nope"}, "--report-to is 'nope'; wanted one of none, all"),
         ({"out": Path(__file__)}, r"test_training_runs\.py' is a file; name a folder"),
         ({"out": Path(__file__) / "run"}, r"test_training_runs\.py' is a file; name a folder"),
     ],

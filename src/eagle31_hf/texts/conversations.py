@@ -90,11 +90,12 @@ def _file_rows(file: Path) -> Rows:
         with file.open(encoding="utf-8-sig") as lines:  # editors of Windows put a mark in front
             for number, line in enumerate(lines, start=1):
                 if is_first and line.lstrip().startswith("["):
-                    items = parsed(line + lines.read(), f"{file}, read as one list of rows")
+                    content = "\n" * (number - 1) + line + lines.read()  # so that errors name lines of the file
+                    items = parsed(content, f"{file}, read as one list of rows", is_file=True)
                     yield from ((number, f"{file}, row {number}", row) for number, row in enumerate(items, start=1))
                 elif line.strip():
                     is_first, where = False, f"{file}, line {number}"
-                    yield number, where, parsed(line, where)
+                    yield number, where, parsed(line.rstrip(), where)
     except UnicodeDecodeError as error:
         raise TrainingError(f"{file} is not UTF-8 text ({error.reason}); convert it") from None
     except OSError as error:

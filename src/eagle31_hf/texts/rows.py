@@ -311,14 +311,12 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
-def parsed(text: str, where: str) -> Any:
-    """JSON text; an error that begins with `where` if it is none."""
+def parsed(text: str, where: str, *, is_file: bool = False) -> Any:
+    """JSON text, of a whole file or of one place in it; an error that begins with `where` if it is none."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise TrainingError(
-            f"{where}: not JSON ({error.msg} at {line}column {error.colno}); mend or remove it"
-        ) from None
+        place = f"line {error.lineno}, column {error.colno}" if is_file else f"character {error.pos + 1}"
+        raise TrainingError(f"{where}: not JSON ({error.msg} at {place}); mend or remove it") from None
     except (RecursionError, ValueError) as error:  # nested without end, or a number of thousands of digits
         raise TrainingError(f"{where}: not usable JSON ({str(error)[:80]}); mend or remove it") from None

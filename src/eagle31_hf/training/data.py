@@ -76,7 +76,7 @@ def render_documents(
         empty = counts["without anything to learn"]
         raise TrainingError(
             f"no document is left to train on ({empty} without anything to learn within {max_length} tokens); raise "
-            "the limit or regenerate the assistant turns"
+            "--max-length or let the target write the answers (--regenerate last)"
         )
     return kept, counts
 
@@ -94,7 +94,7 @@ def render_turns(
     messages, answer = list(conversation.messages), list(conversation.answer_ids)
     if not any(message["role"] == "assistant" for message in messages):
         raise TrainingError(
-            f"{conversation.id} has no assistant turn to learn from; let the target write it (regenerate)"
+            f"{conversation.id} has no assistant turn to learn from; let the target write it (--regenerate last)"
         )
     if answer:
         messages = messages[:-1]

@@ -112,6 +112,6 @@ def split_rows(conversations: list[Conversation], seed: int) -> tuple[list[Conve
     if count == 0:
         raise TrainingError(
             f"{len(conversations)} conversations are too few to keep some for measuring; give 5 or more, or others "
-            "to measure on (held_out, --held-out)"
+            "to measure on (--held-out)"
         )
     return [conversations[i] for i in order[:count]], [conversations[i] for i in order[count:]]

@@ -140,7 +140,7 @@ def open_folder(settings: TrainingSettings, console: Console) -> None:
     """Say what a resumed run finds in its folder, remove what a fresh one is to forget."""
     out, kept = settings.out, describe_kept(settings.out)
     if settings.resume and not out.is_dir():
-        raise TrainingError(f"nothing to resume: there is no folder {out}; start without resume")
+        raise TrainingError(f"nothing to resume: there is no folder {out}; start without --resume")
     if settings.resume:
         say(console, f"resuming  {kept or 'an empty folder'}")
     elif kept and not settings.fresh:

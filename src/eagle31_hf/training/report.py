@@ -30,7 +30,7 @@ from ..stats import USELESS_LENGTH, Acceptance
 from ..targets.devices import now
 from .measure import KnownTexts, rounds_of
 from .objectives import DistillationModel
-from .settings import TrainingSettings
+from .settings import TrainingSettings, flag
 from .trainer import DRAFT_TOKENS
 
 PACKAGES = ("torch", "transformers")
@@ -254,9 +254,9 @@ def recipe_of(settings: TrainingSettings) -> dict[str, str]:
 
 
 def differences(before: dict[str, str], now: dict[str, str]) -> str:
-    """`"learning_rate 0.01 instead of 0.001, max_rows 9 instead of none"`."""
+    """`"--learning-rate 0.01 instead of 0.001, --max-rows 9 instead of none"`."""
     names = [name for name in before | now if before.get(name) != now.get(name)]
-    return ", ".join(f"{name} {now.get(name, 'none')} instead of {before.get(name, 'none')}" for name in names)
+    return ", ".join(f"{flag(name)} {now.get(name, 'none')} instead of {before.get(name, 'none')}" for name in names)
 
 
 def make_record(
@@ -300,10 +300,9 @@ def command_line(settings: TrainingSettings, given: TrainingSettings) -> str:
         value = getattr(given, field.name)
         if field.name in ("target", "target_id", *_OF_THIS_MACHINE) or value == field.default:
             continue
-        flag = f"--{field.name.replace('_', '-')}"
         if value is True:
-            words.append(flag)
+            words.append(flag(field.name))
             continue
         for item in value if isinstance(value, tuple) else (value,):
-            words += [flag, published_name(item) if isinstance(item, str) else str(item)]
+            words += [flag(field.name), published_name(item) if isinstance(item, str) else str(item)]
     return shlex.join([*words, "--out", "drafter"])

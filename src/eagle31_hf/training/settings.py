@@ -37,6 +37,11 @@ def _sized(small: Any, large: Any, group: str, help: str) -> Any:
     return field(default=None, metadata={**_metadata(group, words, show_default=False), "by_size": (small, large)})
 
 
+def flag(name: str) -> str:
+    """A field as it is typed on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
 @dataclass(frozen=True)
 class TrainingSettings:
     """One training run. What is `None` by default is chosen to suit the target (`preparation.resolve`)."""
@@ -80,7 +85,7 @@ class TrainingSettings:
     )
     ttt_steps: int = _option(4, DRAFTER, "draft steps of the training-time test")
     max_steps: int | None = _option(None, STEPS, "optimiser steps; default: from the number of epochs")
-    epochs: float = _option(2.0, STEPS, "passes over the data, if neither max_steps nor minutes is given")
+    epochs: float = _option(2.0, STEPS, "passes over the data, if neither --max-steps nor --minutes is given")
     # 3.99 accepted where 4 rows and 8e-3 gave 3.37 for the same tokens (docs/developing/decisions.md, 2026-11-22).
     batch_rows: int = _sized(2, 4, STEPS, "packed rows per forward and process")
     accumulate: int = _sized(1, 4, STEPS, "forwards per optimiser step")
@@ -105,22 +110,23 @@ class TrainingSettings:
             value = getattr(self, name)
             if value not in allowed:
                 named = ", ".join(str(each) for each in allowed if each is not None)
-                raise ConfigurationError(removal(f"--{name} {value}") or f"{name} is {value!r}; wanted one of {named}")
+                went = removal(f"--{name} {value}")
+                raise ConfigurationError(went or f"{flag(name)} is {value!r}; wanted one of {named}")
         for name, value in vars(self).items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and name != "seed" and not value > 0:
-                raise ConfigurationError(f"{name} is {value}; wanted more than 0")
+                raise ConfigurationError(f"{flag(name)} is {value}; wanted more than 0")
         file = next((str(path) for path in (self.out, *self.out.parents) if path.is_file()), None)
         problems = {
-            f"minutes is {self.minutes} and max_steps {self.max_steps}; each says when to stop: give one":
+            f"--minutes is {self.minutes} and --max-steps {self.max_steps}; each says when to stop: give one":
                 None not in (self.minutes, self.max_steps),
-            f"temperature is {min(self.temperature, default=0)}; wanted 0 (greedy) or more":
+            f"--temperature is {min(self.temperature, default=0)}; wanted 0 (greedy) or more":
                 min(self.temperature, default=0) < 0,
-            "no prompts given; name a JSONL file, a folder of them or a Hub data set": not self.prompts,
-            f"out is {str(self.out)!r}, and {file!r} is a file; name a folder": file is not None,
-            "resume and fresh exclude each other; give one": self.resume and self.fresh,
-            "drafter is 'none'; to train a fresh drafter leave drafter out": self.drafter == "none",
-            "stage 2 improves a trained drafter; name it with drafter": self.stage == "2" and self.drafter is None,
+            "no --prompts given; name a JSONL file, a folder of them or a Hub data set": not self.prompts,
+            f"--out is {str(self.out)!r}, and {file!r} is a file; name a folder": file is not None,
+            "--resume and --fresh exclude each other; give one": self.resume and self.fresh,
+            "--drafter is 'none'; to train a fresh drafter leave it out": self.drafter == "none",
+            "stage 2 improves a trained drafter; name it with --drafter": self.stage == "2" and self.drafter is None,
         }  # fmt: skip
         for problem, holds in problems.items():
             if holds:

@@ -95,7 +95,7 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
     loggers = ("none", "all", *get_available_reporting_integrations())
     if settings.report_to not in loggers:  # which Trainer would say after hours of writing
         wanted = f"wanted one of {', '.join(loggers)}; others need their package"
-        raise ConfigurationError(f"report_to is {settings.report_to!r}; {wanted}")
+        raise ConfigurationError(f"--report-to is {settings.report_to!r}; {wanted}")
     console = console or Console(stderr=True)
     if not is_first_process():
         console = Console(quiet=True)
@@ -336,7 +336,7 @@ class Run:
             raise TrainingError(
                 f"{left_s / 60:.1f} of the minutes are left after texts were written and read, and one step and its "
                 f"measurement take {seconds_of(1) / 60:.1f}; give more minutes, or less to write and to measure "
-                "(max_rows, held_out, eval_new_tokens)"
+                "(--max-rows, --held-out, --eval-new-tokens)"
             )
         return steps
 

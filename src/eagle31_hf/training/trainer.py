@@ -89,7 +89,7 @@ class DistillationTrainer(Trainer):
         if not bool(loss.isfinite()):
             raise TrainingError(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}; training stopped and {self._kept()}. "
-                "Lower the learning rate and go on with resume"
+                "Go on with --resume and a lower --learning-rate"
             )
         self._note(output)
         return (loss, output) if return_outputs else loss
@@ -153,7 +153,7 @@ class DistillationTrainer(Trainer):
         except (OSError, CheckpointError, SafetensorError, RuntimeError) as error:  # the last is torch's
             raise TrainingError(
                 f"the checkpoint at step {self.state.global_step} cannot be written ({first_line(error)}); training "
-                f"stopped and {self._kept()}. Go on with resume, when there is room on the disk if that was missing"
+                f"stopped and {self._kept()}. Go on with --resume, when there is room on the disk if that was missing"
             ) from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
