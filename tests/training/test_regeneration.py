@@ -14,12 +14,12 @@ from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data import render_documents
 from eagle31_hf.training.preparation import resolve
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.writing import RowToWrite, batches, regenerate, with_keys, write_batch
+from eagle31_hf.training.writing import RowToWrite, batches, keys_of, regenerate, write_batch
 from helpers import CONFIGS, random_target
 
 
 def conversations(count: int) -> list[Conversation]:
-    return with_keys([replace(chat(), id=f"row-{i}", messages=tuple(CHAT[: 2 + 2 * (i % 2)])) for i in range(count)])
+    return [replace(chat(), id=f"row-{i}", messages=tuple(CHAT[: 2 + 2 * (i % 2)])) for i in range(count)]
 
 
 def test_the_target_writes_every_turn_after_its_own_turns(tmp_path: Path, target, tokenizer) -> None:
@@ -60,12 +60,9 @@ def test_writing_goes_on_after_a_kill(tmp_path: Path, target, tokenizer, monkeyp
 def test_no_beams_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the target's generation config says: no drafter serves them."""
     target, prompts = random_target(CONFIGS["qwen3"]()), [[3, 4, 5], [6, 7, 8, 9]]
-    plain: dict[int, list[int]] = {}
-    write_batch(target, prompts, plain.__setitem__, seed=0, max_new_tokens=12)
+    plain = write_batch(target, prompts, seed=0, max_new_tokens=12)
     monkeypatch.setattr(target.generation_config, "num_beams", 3)
-    found: dict[int, list[int]] = {}
-    write_batch(target, prompts, found.__setitem__, seed=0, max_new_tokens=12)
-    assert found == plain
+    assert write_batch(target, prompts, seed=0, max_new_tokens=12) == plain
 
 
 def test_rows_are_known_by_what_they_ask(tmp_path: Path, target, tokenizer) -> None:
@@ -73,9 +70,9 @@ def test_rows_are_known_by_what_they_ask(tmp_path: Path, target, tokenizer) -> N
     how = writing(regenerate="last")
     file = tmp_path / "c.jsonl"
     rows = [replace(chat(), id=f"f-{i}", messages=({"role": "user", "content": f"I need {i} beds."},)) for i in (1, 2)]
-    first = regenerate(with_keys(rows), target, tokenizer, file, how)
+    first = regenerate(rows, target, tokenizer, file, how)
     new = replace(rows[0], messages=({"role": "user", "content": "A taxi, please."},))
-    moved = with_keys([new, *(replace(row, id=f"f-{i}") for i, row in enumerate(rows, 2))])  # one line put in front
+    moved = [new, *(replace(row, id=f"f-{i}") for i, row in enumerate(rows, 2))]  # one line put in front
     counts: list[int] = []
     again = regenerate(moved, target, tokenizer, file, how, on_progress=lambda ended, _: counts.append(ended))
     assert counts[0] == 2, "both rows are kept"
@@ -87,7 +84,7 @@ def test_rows_are_known_by_what_they_ask(tmp_path: Path, target, tokenizer) -> N
 def test_several_temperatures_share_the_conversations(tmp_path: Path, target, tokenizer) -> None:
     rows = conversations(12)
     how = writing(regenerate="last", temperature=(0.0, 5.0, 0.0), max_new_tokens=8)
-    drawn = [RowToWrite.of(row, how) for row in rows]
+    drawn = [RowToWrite.of(row, key, how) for row, key in zip(rows, keys_of(rows), strict=True)]
     found = batches(drawn, 3)
     assert sorted(row.conversation.id for batch in found for row in batch) == sorted(row.id for row in rows), (
         "each once"
@@ -118,4 +115,4 @@ def test_a_target_that_says_nothing_of_sampling_writes_both_ways(tmp_path: Path,
 
 def test_contexts_that_are_too_long_are_left_out(tmp_path: Path, target, tokenizer) -> None:
     how = writing(max_length=11)
-    assert regenerate(conversations(2), target, tokenizer, tmp_path / "c.jsonl", how) == []
+    assert regenerate(conversations(2), target, tokenizer, tmp_path / "c.jsonl", how) == [None, None]

@@ -29,7 +29,7 @@ from eagle31_hf.training.data import (
 )
 from eagle31_hf.training.measure import evaluation_prompts
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.writing import regenerate, with_keys
+from eagle31_hf.training.writing import regenerate
 
 ASKS = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 UNMARKED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}" + ASKS
@@ -172,7 +172,7 @@ def test_a_rows_tokens_are_those_that_serving_sends(templated: Any) -> None:
 @with_template("tools")
 def test_results_of_calls_stay_with_their_calls(tmp_path: Path, target: Any, templated: Any) -> None:
     how = writing(max_new_tokens=5)
-    rows, file = with_keys([row(**TOOL_ROW)]), tmp_path / "c.jsonl"
+    rows, file = [row(**TOOL_ROW)], tmp_path / "c.jsonl"
     (written,) = regenerate(rows, target, templated, file, how)
     assert written.messages[:3] == row(**TOOL_ROW).messages[:3]
     assert written.messages[3]["content"] != "Hot."
@@ -234,7 +234,7 @@ def test_evaluation_prompts_end_with_an_early_user_message(tokenizer: Any) -> No
 def test_a_base_model_continues_a_prompt_or_half_of_a_text(
     tmp_path: Path, target: Any, templated: Any, form: str
 ) -> None:
-    (written,) = regenerate(with_keys([row(**{form: STORY})]), target, templated, tmp_path / "c.jsonl", writing())
+    (written,) = regenerate([row(**{form: STORY})], target, templated, tmp_path / "c.jsonl", writing())
     opening = templated(STORY)["input_ids"]
     opening = opening[: len(opening) // 2] if form == "text" else opening
     answer = list(written.answer_ids)

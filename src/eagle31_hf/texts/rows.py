@@ -66,7 +66,6 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas of functions the assistant may call
     # passed on to the chat template, e.g. `enable_thinking`.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    key: str = ""  # what a text that the target writes for it is kept by (`training.writing.with_keys`)
 
     @property
     def is_text(self) -> bool:

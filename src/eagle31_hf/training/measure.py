@@ -156,14 +156,12 @@ def _answers(
     with served_by_scores(model):
         served_by = str(model.generation_config)
         lines = KeptLines(kept, target=place_of(model), served_by=served_by, prompts=prompts, how=how)
-        answers = {line["row"]: line["answer"] for line in lines.rows}
+        answers = [line["answer"] for line in lines.rows[-len(prompts) :]]
         if len(answers) < len(prompts):
-            write_batch(
-                model, prompts, answers.__setitem__, on_token=lambda share: on_progress(0, share * len(prompts)), **how
-            )
-            lines.add(*({"row": row, "answer": answers[row]} for row in range(len(prompts))))
+            answers = write_batch(model, prompts, on_token=lambda share: on_progress(0, share * len(prompts)), **how)
+            lines.add(*({"answer": answer} for answer in answers))
     on_progress(len(prompts), 0.0)
-    return [answers[row] for row in range(len(prompts))]
+    return answers
 
 
 def _noise(binding: TargetBinding, seed: int, rows: int, row: int, count: int) -> Tensor:

@@ -153,11 +153,9 @@ def _write_batch_of_prompts(
     # A user's words end with the first token the template puts behind them, or with what ends any text.
     ends = {*ids(user_turn(tokenizer, None)[1])[:1], *end_ids(target)}
     starts = [(chance.choice(SYSTEM_PROMPTS), chance.choice(FIRST_WORDS)) for _ in range(size)]
-    answers: dict[int, list[int]] = {}
-    write_batch(
+    answers = write_batch(
         target,
         [ids(openings[system] + words) for system, words in starts],
-        answers.__setitem__,
         seed=chance.getrandbits(63),
         max_new_tokens=max_new_tokens,
         on_token=lambda share: on_progress(0, share * size / 2),  # of the texts about half will be kept
@@ -169,9 +167,9 @@ def _write_batch_of_prompts(
         min_p=MIN_P,
     )
     return [
-        (words + str(tokenizer.decode(answers[place][:-1]))).strip()
-        for place, (_, words) in enumerate(starts)
-        if answers[place][-1] in ends
+        (words + str(tokenizer.decode(answer[:-1]))).strip()
+        for (_, words), answer in zip(starts, answers, strict=True)
+        if answer[-1] in ends
     ]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ from .report import (
 from .self_prompts import is_new, self_prompt_count, write_prompts
 from .settings import TrainingSettings
 from .trainer import DistillationTrainer, last_checkpoint, step_of
-from .writing import data_file, regenerate, require_disk, with_keys
+from .writing import data_file, regenerate, require_disk
 
 __all__ = ["StageResult", "TrainingReport", "TrainingSettings", "train_drafter"]
 
@@ -214,7 +215,7 @@ class Run:
         rows = self._read(files) if files else []
         if is_first_process():  # not before: what cannot be read leaves no folder behind
             keep_recipes(self.folder, self.recipes)
-        return with_keys(rows + (self._self_prompts(written) if written else []))
+        return rows + (self._self_prompts(written) if written else [])
 
     def _read(self, sources: Sequence[str]) -> list[Conversation]:
         """Conversations of files and the Hub; empty rows are left out, and said."""
@@ -249,8 +250,8 @@ class Run:
                 mine, self.target, self.tokenizer, path, settings,
                 say=partial(say, self.console), on_progress=counting.advance,
             )  # fmt: skip
-        by_key = {conversation.key: conversation for conversation in gather_object(written)}
-        return [by_key[conversation.key] for conversation in conversations if conversation.key in by_key]
+        in_order = zip_longest(*gather_object([written]))  # as `_share` has dealt them out
+        return [each for of_all in in_order for each in of_all if each is not None]
 
     def _share(self, items: Sequence[Any]) -> Sequence[Any]:
         """Those that this process writes for."""

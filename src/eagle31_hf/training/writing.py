@@ -1,7 +1,7 @@
 """The target writes: the assistant's turns, so that the drafter learns the text it will be asked to draft.
 
 Whatever is written for training (turns, prompts, texts to measure on) is written by `write_batch`, which is plain
-`generate`, so that every target can be trained for. Turns and prompts are kept line by line as they end.
+`generate`, so that every target can be trained for. What is written is kept line by line, batch by batch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ OnProgress = Callable[[int, float], None]
 def write_batch(
     target: Any,
     prompts: Sequence[Sequence[int]],
-    on_answer: Callable[[int, list[int]], None],
     *,
     seed: int,
     max_new_tokens: int,
@@ -53,34 +52,29 @@ def write_batch(
     ends: set[int] | None = None,
     enough: float = 1.0,
     **options: Any,
-) -> None:
+) -> list[list[int]]:
     """Let `target.generate` answer prompts side by side; random generators are left as they were.
 
     Args:
-        on_answer: called with the place of a prompt and the ids of its answer, the token that ends it included, when
-            the answer has ended.
         seed: of torch's generators.
         on_token: called after every token with the share of `max_new_tokens` that is written.
         ends: tokens that end an answer; default: those of the target's generation config.
         enough: share of the answers after whose end the others are not waited for.
         options: more arguments of `generate`.
+
+    Returns:
+        The ids of each prompt's answer, the token that ends it included; one that was cut has none.
     """
     ends = end_ids(target) if ends is None else ends
-    longest, writing = max(map(len, prompts)), set(range(len(prompts)))
-
-    def hand_on(places: Sequence[int], written: Tensor) -> None:
-        for place in places:
-            writing.remove(place)
-            on_answer(place, written[place, longest:].tolist())
+    longest, device = max(map(len, prompts)), target.get_input_embeddings().weight.device
+    end_tokens = torch.tensor(sorted(ends), dtype=torch.long, device=device)
 
     def look(written: Tensor, scores: Any, **others: Any) -> Tensor:
-        last = written[:, -1].tolist()
-        hand_on([place for place in sorted(writing) if last[place] in ends], written)
         on_token((written.shape[1] - longest) / max_new_tokens)
-        stops = len(writing) <= (1 - enough) * len(prompts)
-        return torch.full((len(written),), stops, dtype=torch.bool, device=written.device)
+        ended = torch.isin(written[:, longest:], end_tokens).any(1)
+        return torch.full_like(ended, bool(ended.sum() >= enough * len(prompts)))
 
-    rows = [torch.tensor(prompt, device=target.get_input_embeddings().weight.device) for prompt in prompts]
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         written = target.generate(
@@ -93,7 +87,9 @@ def write_batch(
             stopping_criteria=StoppingCriteriaList([look]),
             **options,
         )
-    hand_on(sorted(writing), written)  # those that were cut
+    answers = written[:, longest:].tolist()
+    lengths = [next((n for n, token in enumerate(answer, 1) if token in ends), len(answer)) for answer in answers]
+    return [answer[:length] for answer, length in zip(answers, lengths, strict=True)]
 
 
 def place_of(target: PreTrainedModel) -> str:
@@ -114,15 +110,13 @@ def regenerate(
     *,
     say: Callable[[str], None] = lambda text: None,
     on_progress: OnProgress = lambda ended, underway: None,
-) -> list[Conversation]:
-    """Conversations whose last turn the target wrote, in the order given.
+) -> list[Conversation | None]:
+    """Conversations whose last turn the target wrote, `None` for one whose context is too long for its first turn.
 
-    They are kept in `path` (JSONL), each as soon as its text has ended, under a digest of what was asked; called again,
-    it continues where it was stopped, and rows that were edited since are written anew. Rows whose context exceeds the
-    limit before the first turn are left out.
+    They are kept in `path` (JSONL), batch by batch, under a digest of what was asked; called again, it continues where
+    it was stopped, and rows that were edited since are written anew.
 
     Args:
-        conversations: by `with_keys`.
         settings: resolved.
         say: told how much disk is needed, if anything is to be written.
     """
@@ -135,23 +129,22 @@ def regenerate(
         max_prompt_tokens=max_prompt_tokens(settings),
         seed=settings.seed,
     )
-    kept = {row["key"]: row for row in lines.rows}
-    missing = [RowToWrite.of(each, settings) for each in conversations if each.key not in kept]
+    kept, keys = {row["key"]: row for row in lines.rows}, keys_of(conversations)
+    missing = [
+        RowToWrite.of(each, key, settings) for each, key in zip(conversations, keys, strict=True) if key not in kept
+    ]
     if missing:
         most_answers = sum(len(row.given) for row in missing)
         needed = sum(row.length for row in missing) + most_answers * settings.max_new_tokens * BYTES_PER_TOKEN
         require_disk(path, needed, f"writing {count(len(missing), 'conversation')}")
         say(f"the target writes its own turns: at most {size_text(needed)} in {path}")
     on_progress(len(conversations) - len(missing), 0.0)
-
-    def keep(row: RowToWrite) -> None:
-        line = kept[row.conversation.key] = row.to_json()
-        lines.add(line)
-        on_progress(1, 0.0)
-
-    writer = _TurnWriter(target, tokenizer, settings, keep, on_progress)
     for batch in batches(missing, settings.write_rows):
-        writer.write(batch)
+        write_turns(batch, target, tokenizer, settings, on_progress)
+        written = [row.to_json() for row in batch]
+        lines.add(*written)
+        kept |= {row["key"]: row for row in written}
+        on_progress(len(batch), 0.0)
     return [
         replace(
             conversation,
@@ -159,20 +152,21 @@ def regenerate(
             answer_ids=tuple(row["answer_ids"]),
             answer_temperature=row["answer_temperature"],
         )
-        for conversation in conversations
-        if (row := kept[conversation.key])["answer_ids"]
+        if (row := kept[key])["answer_ids"]
+        else None
+        for conversation, key in zip(conversations, keys, strict=True)
     ]
 
 
-def with_keys(conversations: Sequence[Conversation]) -> list[Conversation]:
-    """The same with keys: a digest of what is asked; those that ask the same are numbered."""
+def keys_of(conversations: Sequence[Conversation]) -> list[str]:
+    """What each is kept by: a digest of what is asked; those that ask the same are numbered."""
     seen: Counter[str] = Counter()
-    keyed = []
+    keys = []
     for conversation in conversations:
         asked = digest([conversation.messages, conversation.tools, conversation.template_kwargs])
         seen[asked] += 1
-        keyed.append(replace(conversation, key=f"{asked}-{seen[asked]}"))
-    return keyed
+        keys.append(f"{asked}-{seen[asked]}")
+    return keys
 
 
 def max_prompt_tokens(settings: TrainingSettings) -> int:
@@ -196,15 +190,16 @@ class RowToWrite:
     """A conversation being written."""
 
     conversation: Conversation
+    key: str  # what it is kept by
     temperature: float  # what it is written with
     given: list[list[Message]]  # what comes before each answer that is still to be written, behind the one before
     messages: list[Message] = field(default_factory=list)  # up to and with its last answer
     answer_ids: list[int] = field(default_factory=list)  # of that; none where its context is too long for any
 
     @classmethod
-    def of(cls, conversation: Conversation, settings: TrainingSettings) -> RowToWrite:
-        """Its temperature and, of `--regenerate last`, its one answer are chosen by the conversation's key."""
-        messages, key = conversation.messages, conversation.key
+    def of(cls, conversation: Conversation, key: str, settings: TrainingSettings) -> RowToWrite:
+        """Its temperature and, of `--regenerate last`, its one answer are chosen by its key."""
+        messages = conversation.messages
         temperature = random.Random(f"temperature {settings.seed} {key}").choice(settings.temperature)
         places = [place for place in range(len(messages)) if _asks(messages, place)]
         if settings.regenerate == "last" and places:
@@ -215,7 +210,7 @@ class RowToWrite:
             start = place + 1
             if start < len(messages) and messages[start]["role"] == "assistant":
                 start += 1
-        return cls(conversation, temperature, given)
+        return cls(conversation, key, temperature, given)
 
     @property
     def length(self) -> int:
@@ -235,7 +230,7 @@ class RowToWrite:
     def to_json(self) -> dict[str, Any]:
         conversation = self.conversation
         return {
-            "key": conversation.key,
+            "key": self.key,
             "id": conversation.id,
             "category": conversation.category,
             "conversations": self.messages or list(conversation.messages),
@@ -256,50 +251,32 @@ def batches(rows: Sequence[RowToWrite], size: int) -> list[list[RowToWrite]]:
     return found
 
 
-@dataclass
-class _TurnWriter:
-    """Writes a batch of one temperature, turn by turn; each row is kept when it has ended."""
-
-    target: Any
-    tokenizer: PreTrainedTokenizerBase
-    settings: TrainingSettings
-    keep: Callable[[RowToWrite], None]
-    on_progress: OnProgress
-
-    def write(self, rows: Sequence[RowToWrite]) -> None:
-        turns = max(len(row.given) for row in rows)
-        for turn in range(turns + 1):
-            prompts = {row: prompt_ids(self.tokenizer, row.conversation, row.context()) for row in rows if row.given}
-            asked = {row: ids for row, ids in prompts.items() if len(ids) <= max_prompt_tokens(self.settings)}
-            for row in rows:
-                if row not in asked:
-                    self.keep(row)
-            if asked:
-                self._write_turn(asked, turn, turns)
-            rows = [row for row in asked if row.given]
-
-    def _write_turn(self, prompts: dict[RowToWrite, list[int]], turn: int, turns: int) -> None:
-        rows, ends = list(prompts), end_ids(self.target)
-        chance = random.Random(f"{self.settings.seed} {rows[0].conversation.key} {len(prompts[rows[0]])}")
-
-        def on_answer(place: int, answer: list[int]) -> None:
-            text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
-            rows[place].add(answer, text, is_whole=answer[-1] in ends)
-            if not rows[place].given:
-                self.keep(rows[place])
-
-        def on_token(share: float) -> None:
-            self.on_progress(0, sum(bool(row.given) for row in rows) * (turn + share) / turns)
-
-        write_batch(
-            self.target,
-            list(prompts.values()),
-            on_answer,
+def write_turns(
+    rows: Sequence[RowToWrite],
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: TrainingSettings,
+    on_progress: OnProgress,
+) -> None:
+    """Let the target answer conversations of one temperature, turn by turn; one whose context is too long ends."""
+    turns, ends = max(len(row.given) for row in rows), end_ids(target)
+    chance = random.Random(f"{settings.seed} {rows[0].key}")
+    for turn in range(turns):
+        prompts = {row: prompt_ids(tokenizer, row.conversation, row.context()) for row in rows if row.given}
+        rows = [row for row, ids in prompts.items() if len(ids) <= max_prompt_tokens(settings)]
+        if not rows:
+            return
+        answers = write_batch(
+            target,
+            [prompts[row] for row in rows],
             seed=chance.getrandbits(63),
-            max_new_tokens=self.settings.max_new_tokens,
-            on_token=on_token,
+            max_new_tokens=settings.max_new_tokens,
+            on_token=lambda share, ended=turn, rows=rows: on_progress(0, len(rows) * (ended + share) / turns),
             **sampling_options(rows[0].temperature),
         )
+        for row, answer in zip(rows, answers, strict=True):
+            text = str(tokenizer.decode(answer, skip_special_tokens=True))
+            row.add(answer, text, is_whole=answer[-1] in ends)
 
 
 # --- lines that are kept ----------------------------------------------------------------------------------------------
