@@ -253,33 +253,13 @@ def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, d
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def paired_error(rounds: Sequence[Acceptance], other: Sequence[Acceptance] | None = None) -> float:
-    """Standard error of an acceptance length over prompts, or of its difference from another drafter's on them.
-
-    By linearisation: what each text contributes to the quotient of sums.
-    """
-    parts = _contributions(rounds)
-    if other is not None:
-        parts = parts - _contributions(other)
-    return float(parts.std()) / math.sqrt(len(parts)) if len(parts) > 1 else math.inf
-
-
-def _contributions(rounds: Sequence[Acceptance]) -> Tensor:
+def acceptance_error(rounds: Sequence[Acceptance]) -> float:
+    """Standard error of an acceptance length over prompts, by linearisation of the quotient of sums."""
     tokens, taken = torch.tensor([(text.accepted + text.rounds, text.rounds) for text in rounds], dtype=torch.float64).T
-    return (tokens - Acceptance.of(rounds).acceptance_length * taken) / taken.mean()
+    parts = (tokens - Acceptance.of(rounds).acceptance_length * taken) / taken.mean()
+    return float(parts.std()) / math.sqrt(len(parts)) if len(parts) > 1 else math.inf
 
 
 def served_length(by_temperature: Sequence[Sequence[Acceptance]]) -> float:
     """Geometric mean of the acceptance lengths at several temperatures: each counts by its own scale."""
     return geometric_mean(Acceptance.of(rounds).acceptance_length for rounds in by_temperature)
-
-
-def served_error(
-    by_temperature: Sequence[Sequence[Acceptance]], others: Sequence[Sequence[Acceptance]] | None = None
-) -> float:
-    """Standard error of `served_length`, or of its difference from another drafter's on the same texts."""
-    relative = [
-        paired_error(rounds, others[place] if others else None) / Acceptance.of(rounds).acceptance_length
-        for place, rounds in enumerate(by_temperature)
-    ]
-    return served_length(by_temperature) * math.hypot(*relative) / len(by_temperature)

@@ -61,7 +61,7 @@ from .report import (
 )
 from .self_prompts import is_new, self_prompt_count, write_prompts
 from .settings import TrainingSettings
-from .trainer import DistillationTrainer, last_checkpoint, step_of
+from .trainer import DistillationTrainer, by_category, last_checkpoint, step_of
 from .writing import data_file, regenerate, require_disk
 
 __all__ = ["StageResult", "TrainingReport", "TrainingSettings", "train_drafter"]
@@ -323,7 +323,8 @@ class Run:
         return self.settings.batch_rows * self.settings.accumulate * self.processes.num_processes
 
     def _with_steps(self, plan: TrainingPlan, steps: int) -> TrainingPlan:
-        return replace(plan, steps=steps, measurements=steps // min(self.settings.eval_steps, max(1, steps)))
+        measured = steps // min(self.settings.eval_steps, max(1, steps)) + 1  # and the best drafter at the end
+        return replace(plan, steps=steps, measurements=measured)
 
     def _steps_in_time(self, plan: TrainingPlan) -> int:
         """As many steps as are done and measured in the minutes that the settings give."""
@@ -355,9 +356,10 @@ class Run:
         with counting:
             outcome = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         self.stop.leave()
-        state, best = trainer.state, trainer.measure_best()
+        state = trainer.state
         curve = learning_curve(state.log_history, plan.tokens_per_step)
-        return StageResult(self.stage, state.global_step, outcome.training_loss, best, curve)
+        acceptance = by_category(trainer.measure()[0])  # of the best drafter, which training ends with
+        return StageResult(self.stage, state.global_step, outcome.training_loss, acceptance, curve)
 
     def _arguments(self, steps: int) -> TrainingArguments:
         settings = self.settings

@@ -30,7 +30,7 @@ from ..errors import CheckpointError, CheckpointFormatError, TrainingError, firs
 from ..stats import Acceptance
 from ..targets.devices import quick_dtype
 from .data import PackedBatch
-from .measure import KnownTexts, TextRounds, paired_error, rounds_of, served_error, served_length
+from .measure import KnownTexts, TextRounds, acceptance_error, rounds_of, served_length
 from .objectives import DistillationModel, Losses
 
 DRAFT_TOKENS = 5
@@ -59,7 +59,6 @@ class DistillationTrainer(Trainer):
     ):
         self.known = known
         self._running: Any = Counter()  # figures since the last log, summed
-        self._rounds: dict[int | None, list[list[TextRounds]]] = {}  # by step and temperature
         super().__init__(
             model=model,
             args=args,
@@ -117,11 +116,11 @@ class DistillationTrainer(Trainer):
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Acceptance on known texts: of greedy ones by position and category; at each temperature its length."""
-        rounds = self._rounds[self.state.global_step] = self.measure()
+        rounds = self.measure()
         greedy = Acceptance.of(rounds[0])
         figures = {
             "acceptance_length": greedy.acceptance_length,
-            "acceptance_error": paired_error(rounds[0]),
+            "acceptance_error": acceptance_error(rounds[0]),
             **{f"acceptance_at_{position}": value for position, value in enumerate(greedy.cumulative_acceptance, 1)},
             **{f"acceptance_length_{kind}": each.acceptance_length for kind, each in by_category(rounds[0]).items()},
             "served_length": served_length(rounds),
@@ -138,11 +137,6 @@ class DistillationTrainer(Trainer):
         mine = [rounds_of(self.model.drafter, texts, DRAFT_TOKENS) for texts in self.known]
         gathered = gather_object([mine])
         return [[text for rounds in of_one for text in rounds] for of_one in zip(*gathered, strict=True)]
-
-    def measure_best(self) -> dict[str, Acceptance]:
-        """Greedy acceptance by category of the drafter that training ended with: the last, or a better one."""
-        best = self.state.best_global_step
-        return by_category((self._rounds[best] if best in self._rounds else self.measure())[0])
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -176,21 +170,7 @@ class DistillationTrainer(Trainer):
         copy_weights(Path(resume_from_checkpoint), self.model.drafter)
 
     def _load_best_model(self) -> None:
-        """The best drafter measured, unless the last one is within the standard error of the difference.
-
-        Few prompts are measured on, and the last steps, at the lowest learning rates, are worth more than their luck.
-        """
-        state = self.state
-        assert state.best_model_checkpoint is not None, "Trainer asks only when there is one"
-        assert state.best_metric is not None, "there is a best checkpoint"
-        if state.global_step not in self._rounds:  # an earlier run ended behind its last step
-            self.evaluate()
-        # Text by text, but what an earlier run measured is known by its figure alone.
-        last, best = self._rounds[state.global_step], self._rounds.get(state.best_global_step)
-        if state.best_metric - served_length(last) <= served_error(last, best):
-            state.best_global_step = state.global_step
-        else:
-            copy_weights(Path(state.best_model_checkpoint), self.model.drafter)
+        copy_weights(Path(str(self.state.best_model_checkpoint)), self.model.drafter)
 
 
 def by_category(rounds: Sequence[TextRounds]) -> dict[str, Acceptance]:
