@@ -19,9 +19,7 @@ from eagle31_hf.training.report import (
     TrainingPlan,
     TrainingReport,
     command_line,
-    keep_recipes,
     learning_curve,
-    recipes_of,
 )
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.writing import KeptLines
@@ -40,7 +38,7 @@ def out(tmp_path: Path) -> Path:
     checkpoint = tmp_path / "stage1" / "checkpoint-1500"
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.json").write_text('{"global_step": 1500}')
-    for name in ("model.safetensors", "config.json"):
+    for name in ("model.safetensors", "config.json", "recipes.json"):
         (checkpoint / name).touch()
     return tmp_path
 
@@ -128,17 +126,6 @@ def test_the_command_runs_as_it_stands_where_target_and_texts_have_these_names(t
     assert command_line(resolved, told) == f"{line} --gradient-checkpointing --out drafter"
     nameless = replace(resolved, target_id=None)
     assert f"train {tmp_path.name} " in command_line(nameless, replace(told, target_id=None))
-
-
-def test_recipes_are_those_of_the_steps_that_are_left(tmp_path: Path) -> None:
-    first, second, third = ({"learning_rate": rate} for rate in ("1", "2", "3"))
-    assert recipes_of(tmp_path, 0, first) == ([[0, first]], "")
-    keep_recipes(tmp_path, [[0, first], [4, second]])
-    assert recipes_of(tmp_path, 6, second) == ([[0, first], [4, second]], "")
-    assert recipes_of(tmp_path, 6, third)[0] == [[0, first], [4, second], [6, third]]
-    assert recipes_of(tmp_path, 4, first) == ([[0, first]], "--learning-rate 1 instead of 2"), "killed before its next"
-    (tmp_path / "recipes.json").write_text("[[0, {")
-    assert recipes_of(tmp_path, 4, third) == ([[4, third]], "")
 
 
 def test_the_learning_curve_is_what_was_measured_by_step_and_tokens() -> None:

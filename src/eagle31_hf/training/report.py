@@ -216,31 +216,8 @@ def learning_curve(log: Sequence[dict[str, float]], tokens_per_step: float) -> t
 # --- the record -------------------------------------------------------------------------------------------------------
 
 
-RECIPES_FILE = "recipes.json"
 Recipes = list[list[Any]]
 """What the steps of a run are done with: from behind which step on, and the options that decide what is learned."""
-
-
-def recipes_of(folder: Path, done: int, recipe: dict[str, str]) -> tuple[Recipes, str]:
-    """What the steps of a run are done with, `recipe` from behind step `done` on, and how it differs from the last.
-
-    Args:
-        folder: of the stage.
-    """
-    try:
-        stored: Recipes = json.loads((folder / RECIPES_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # there is none, or a kill cut it short
-        stored = []
-    recipes = [each for each in stored if each[0] < done]  # of steps behind it nothing is left
-    if not recipes or recipes[-1][1] != recipe:
-        recipes.append([done, recipe])
-    return recipes, differences(stored[-1][1], recipe) if stored else ""
-
-
-def keep_recipes(folder: Path, recipes: Recipes) -> None:
-    """For the run that resumes this one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RECIPES_FILE).write_text(json.dumps(recipes), encoding="utf-8")
 
 
 def recipe_of(settings: TrainingSettings) -> dict[str, str]:

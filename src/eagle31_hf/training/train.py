@@ -45,23 +45,23 @@ from .objectives import AcceptanceModel, DistillationModel, require_stage_two
 from .preparation import is_small, load_target, make_drafter, precision_of_result, resolve, set_vocabulary, split_rows
 from .progress import Counting, LiveProgress, StopRequest, is_first_process, open_folder, say, telling_what_is_kept
 from .report import (
+    Recipes,
     StageResult,
     TrainingPlan,
     TrainingReport,
     checkpoint_bytes,
-    keep_recipes,
+    differences,
     learning_curve,
     make_record,
     read_report,
     recipe_of,
-    recipes_of,
     time_measurement,
     time_step,
     training_bytes,
 )
 from .self_prompts import is_new, self_prompt_count, write_prompts
 from .settings import TrainingSettings
-from .trainer import DistillationTrainer, by_category, last_checkpoint, step_of
+from .trainer import RECIPES_FILE, DistillationTrainer, by_category, last_checkpoint, step_of
 from .writing import data_file, regenerate, require_disk
 
 __all__ = ["StageResult", "TrainingReport", "TrainingSettings", "train_drafter"]
@@ -137,13 +137,10 @@ class Run:
         self.processes = PartialState(cpu=target.device.type == "cpu", timeout=timedelta(days=1))
         self.rank = self.processes.process_index
         self.started = time.monotonic()
-        done = 0 if self.checkpoint is None else step_of(self.checkpoint)
-        self.recipes, self.changed = recipes_of(self.folder, done, recipe_of(self.settings))
+        self.recipes = self._recipes()
 
     def execute(self) -> TrainingReport:
         settings = self.settings
-        if settings.resume and self.changed:
-            say(self.console, f"changed   {self.changed}")
         steps = self._known_steps()
         if earlier := self._finished(steps):
             return earlier
@@ -169,6 +166,17 @@ class Run:
         report = TrainingReport(settings.out, plan, (self._train(model, dataset, known, plan),))
         self._write(drafter, report)
         return report
+
+    def _recipes(self) -> Recipes:
+        """What the steps are done with: those of the checkpoint it goes on from, and its own."""
+        recipe = recipe_of(self.settings)
+        if self.checkpoint is None:
+            return [[0, recipe]]
+        recipes: Recipes = json.loads((self.checkpoint / RECIPES_FILE).read_text(encoding="utf-8"))
+        if changed := differences(recipes[-1][1], recipe):
+            say(self.console, f"changed   {changed}")
+            recipes.append([step_of(self.checkpoint), recipe])
+        return recipes
 
     def _finished(self, steps: int | None) -> TrainingReport | None:
         """What an earlier run made that did so many steps."""
@@ -213,8 +221,6 @@ class Run:
         files = [source for source in settings.prompts if self_prompt_count(source) is None]
         written = sum(self_prompt_count(source) or 0 for source in settings.prompts)
         rows = self._read(files) if files else []
-        if is_first_process():  # not before: what cannot be read leaves no folder behind
-            keep_recipes(self.folder, self.recipes)
         return rows + (self._self_prompts(written) if written else [])
 
     def _read(self, sources: Sequence[str]) -> list[Conversation]:
@@ -351,7 +357,9 @@ class Run:
         counting = Counting(self.console, "training", plan.steps, resumes=True)
         patience = EarlyStoppingCallback(early_stopping_patience=PATIENCE)
         callbacks = [LiveProgress(self.console, counting), self.stop, patience]
-        trainer = DistillationTrainer(model, self._arguments(plan.steps), dataset, known=known, callbacks=callbacks)
+        trainer = DistillationTrainer(
+            model, self._arguments(plan.steps), dataset, known=known, recipes=self.recipes, callbacks=callbacks
+        )
         trainer.remove_callback(PrinterCallback)  # its lines would tear ours apart
         with counting:
             outcome = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))

@@ -35,6 +35,8 @@ from .objectives import DistillationModel, Losses
 
 DRAFT_TOKENS = 5
 """Of a round where acceptance is measured."""
+RECIPES_FILE = "recipes.json"
+"""In a checkpoint: what its steps were done with (`report.Recipes`)."""
 
 
 class DistillationTrainer(Trainer):
@@ -44,6 +46,7 @@ class DistillationTrainer(Trainer):
         args: of `transformers`; acceptance is measured every `args.eval_steps`.
         train_dataset: packed rows.
         known: texts of the held-out prompts that acceptance is measured on, those of this process; greedy ones first.
+        recipes: what the steps are done with, for the run that goes on from a checkpoint.
     """
 
     model: DistillationModel
@@ -55,9 +58,10 @@ class DistillationTrainer(Trainer):
         train_dataset: Any,
         *,
         known: Sequence[KnownTexts],
+        recipes: Sequence[Any] = (),
         callbacks: list[Any] | None = None,
     ):
-        self.known = known
+        self.known, self.recipes = known, recipes
         self._running: Any = Counter()  # figures since the last log, summed
         super().__init__(
             model=model,
@@ -153,7 +157,9 @@ class DistillationTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """The drafter in the published layout, at training precision."""
         assert state_dict is None, "a drafter is never sharded: every process holds all of it"
-        write_checkpoint(self.model.drafter.to_checkpoint(), Path(output_dir or str(self.args.output_dir)))
+        folder = Path(output_dir or str(self.args.output_dir))
+        write_checkpoint(self.model.drafter.to_checkpoint(), folder)
+        (folder / RECIPES_FILE).write_text(json.dumps(self.recipes), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As `Trainer`, at this run's learning rates: a checkpoint brings those of the run that wrote it."""
@@ -209,7 +215,7 @@ def _is_complete(checkpoint: Path) -> bool:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return all((checkpoint / name).exists() for name in ("model.safetensors", "config.json"))
+    return all((checkpoint / name).exists() for name in ("model.safetensors", "config.json", RECIPES_FILE))
 
 
 # --- the optimiser ----------------------------------------------------------------------------------------------------
