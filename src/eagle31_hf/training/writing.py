@@ -14,6 +14,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,10 @@ def write_turns(
     """Let the target answer conversations of one temperature, turn by turn; one whose context is too long ends."""
     turns, ends = max(len(row.given) for row in rows), end_ids(target)
     chance = random.Random(f"{settings.seed} {rows[0].key}")
+
+    def on_turn(turn: int, writing: int, share: float) -> None:
+        on_progress(0, writing * (turn + share) / turns)
+
     for turn in range(turns):
         prompts = {row: prompt_ids(tokenizer, row.conversation, row.context()) for row in rows if row.given}
         rows = [row for row, ids in prompts.items() if len(ids) <= max_prompt_tokens(settings)]
@@ -271,7 +276,7 @@ def write_turns(
             [prompts[row] for row in rows],
             seed=chance.getrandbits(63),
             max_new_tokens=settings.max_new_tokens,
-            on_token=lambda share, ended=turn, rows=rows: on_progress(0, len(rows) * (ended + share) / turns),
+            on_token=partial(on_turn, turn, len(rows)),
             **sampling_options(rows[0].temperature),
         )
         for row, answer in zip(rows, answers, strict=True):
