@@ -1,4 +1,4 @@
-"""Prompts the target writes itself: what is kept of them, and that a drafter comes of nothing else."""
+"""Prompts the target writes itself: asked for by count, kept, and learned from."""
 
 from __future__ import annotations
 
@@ -8,56 +8,12 @@ from pathlib import Path
 
 import pytest
 from chat_rows import run_of
-from hypothesis import given
-from hypothesis import strategies as st
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.rows import Conversation
-from eagle31_hf.training.self_prompts import FEWEST_AT_A_TIME, is_new, self_prompt_count, user_turn, write_prompts
+from eagle31_hf.training.self_prompts import FEWEST_AT_A_TIME, self_prompt_count, user_turn, write_prompts
 from eagle31_hf.training.settings import TrainingSettings
-
-# --- what is kept -----------------------------------------------------------------------------------------------------
-
-WORDS = st.sampled_from(["how", "do", "the", "apples", "fall", "write", "a", "poem", "on", "rain", "7"])
-TEXTS = st.lists(st.lists(WORDS, max_size=30).map(" ".join), max_size=30)
-
-
-@given(texts=TEXTS)
-def test_what_is_kept_is_new(texts: list[str]) -> None:
-    seen: set[tuple[str, ...]] = set()
-    kept = [text for text in texts if is_new(text, seen)]
-    assert all(text.split() for text in kept)
-    assert len({tuple(text.split()) for text in kept}) == len(kept)
-    assert not any(is_new(text, seen) for text in kept), "nothing is kept twice"
-    assert not is_new(" ".join(["to be"] * 20), seen), "nor what repeats itself"
-
-
-@pytest.mark.parametrize(
-    ("text", "like_it"),
-    [
-        *[(text, text) for text in (
-            "What is the capital of France?",
-            "Solve [6x + 9] - 3*y + 6*2 = 15 - 2*y + 4y + 7x - 25 for x.",
-            "def int_array_add(a, b):\n    return a + b",
-            "Напишите рассказ о море и о ветре",
-            "Schreiben Sie bitte einen Aufsatz zur Geschichte der Stadt Köln und ihrer Brücken",
-            "夏休みの思い出について書いてください",
-            "เขียนเรื่องสั้นเกี่ยวกับทะเล",
-            "Python으로 정렬 함수를 작성해 주세요",
-            "اكتب قصة قصيرة عن البحر",
-        )],
-        ("How do I bake a loaf of bread at home on a stone?", "How do I bake a loaf of bread at home on a tray?"),
-        ("请写一首关于秋天的落叶和思念的诗歌", "请写一首关于秋天的落叶和思念的短诗"),
-    ],
-)  # fmt: skip
-def test_prompts_of_any_language_and_code_are_kept_and_none_like_them(text: str, like_it: str) -> None:
-    seen: set[tuple[str, ...]] = set()
-    assert is_new(text, seen)
-    assert not is_new(like_it, seen)
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def test_how_many_prompts_a_source_asks_for() -> None:

@@ -7,7 +7,6 @@ temperatures spread the samples. They only steer: a kept prompt is answered with
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -112,16 +111,15 @@ def write_prompts(
         path, target=place_of(target), max_new_tokens=max_new_tokens, seed=seed, temperatures=TEMPERATURES
     )
     kept = lines.rows
-    seen: set[tuple[str, ...]] = set()
-    for row in kept:
-        is_new(row["prompt"], seen)
+    seen = {row["prompt"] for row in kept}
     on_progress(min(len(kept), count), 0.0)
     batch, fruitless = (kept[-1]["batch"] + 1 if kept else 0), 0
     while (missing := count - len(kept)) > 0:
         size = min(write_rows, max(FEWEST_AT_A_TIME, 2 * missing))
         chance = random.Random(f"prompts {seed} {batch}")
         texts = _write_batch_of_prompts(target, tokenizer, size, chance, max_new_tokens, on_progress)
-        admitted = [text for text in texts if is_new(text, seen)][:missing]
+        admitted = [text for text in dict.fromkeys(texts) if text and text not in seen][:missing]
+        seen |= set(admitted)
         lines.add(*({"prompt": text, "batch": batch} for text in admitted))
         on_progress(len(admitted), 0.0)
         batch, fruitless = batch + 1, 0 if admitted else fruitless + 1
@@ -171,24 +169,3 @@ def _write_batch_of_prompts(
         for (_, words), answer in zip(starts, answers, strict=True)
         if answer[-1] in ends
     ]
-
-
-# --- what is kept of them ---------------------------------------------------------------------------------------------
-
-RUN = 8
-FEWEST_NEW = 0.5
-"""A text is kept if at least so many of its runs of `RUN` words stand in no other, and no second time in itself."""
-_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-_WORD = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}])\w)+")
-"""Scripts that put no spaces between words (Thai, Khmer, Japanese, Chinese) are counted by their letters."""
-
-
-def is_new(text: str, seen: set[tuple[str, ...]]) -> bool:
-    """Whether a text says something new beside the runs `seen`; if so its own are added. One without words does not."""
-    words = _WORD.findall(text.lower())
-    runs = [tuple(words[i : i + RUN]) for i in range(max(1, len(words) - RUN + 1))]
-    new = set(runs) - seen
-    if not words or len(new) <= FEWEST_NEW * len(runs):
-        return False
-    seen |= new
-    return True

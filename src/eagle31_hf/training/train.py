@@ -59,7 +59,7 @@ from .report import (
     time_step,
     training_bytes,
 )
-from .self_prompts import is_new, self_prompt_count, write_prompts
+from .self_prompts import self_prompt_count, write_prompts
 from .settings import TrainingSettings
 from .trainer import RECIPES_FILE, DistillationTrainer, by_category, last_checkpoint, step_of
 from .writing import data_file, regenerate, require_disk
@@ -242,8 +242,7 @@ class Run:
                 self.target, self.tokenizer, path, share, write_rows=settings.write_rows, seed=seed,
                 on_progress=counting.advance,
             )  # fmt: skip
-        seen: set[tuple[str, ...]] = set()
-        return [row for row in gather_object(mine) if is_new(row.messages[0]["content"], seen)]
+        return list({row.messages[0]["content"]: row for row in gather_object(mine)}.values())
 
     def _regenerate(self, conversations: Sequence[Conversation]) -> list[Conversation]:
         settings = self.settings
