@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.drafter.packed_linear import PackedLinear, PackingScheme
+from eagle31_hf.drafter.packed_linear import PackedLinear
+from eagle31_hf.memory.weights import SCHEMES
 from helpers import (
     GROUPED,
     SIZES,
@@ -63,8 +64,7 @@ def assert_every_loop_agrees(target: Any, drafter: Eagle31Drafter, seed: int) ->
         assert_same_or_own_tie(drafter.binding, plain[0], ours[0], len(prompt))
 
 
-SCHEMES_OF_DRAFTERS = {"int8": PackingScheme("int8"), "nf4": PackingScheme("nf4"), "nf4-dq": PackingScheme("nf4", True),
-                       "fp4": PackingScheme("fp4")}  # fmt: skip
+SCHEMES_OF_DRAFTERS = {name: SCHEMES[f"bnb-{name}"] for name in ("int8", "nf4", "nf4-dq", "fp4")}
 
 
 # Of a row's, of a block's largest weight; bitsandbytes' int8 product comes out in fp16.

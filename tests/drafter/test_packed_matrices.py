@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from hypothesis import strategies as st
 from packed_pairs import LARGEST_ERROR, PACKINGS, SCHEMES_OF_DRAFTERS, load, matrix_of
 from torch import Tensor, nn
 
-from eagle31_hf.drafter.packed_linear import PackingScheme, pack_matrix
+from eagle31_hf.drafter.packed_linear import pack_matrix
 from eagle31_hf.errors import IncompatibleTargetError
-from eagle31_hf.memory.weights import packed_matrix_bytes, storage_bytes
+from eagle31_hf.memory.weights import storage_bytes
 from eagle31_hf.targets import quantized as target_side
 from eagle31_hf.targets.quantized import OneTokenArithmetic, gather_head_rows
 from helpers import target_of
@@ -39,7 +40,7 @@ def test_a_packed_matrix_is_near_its_own(shape: tuple[int, int], name: str, seed
     packed = pack_matrix(weight, scheme)
     error = (matrix_of(packed) - weight).abs().max()
     assert error <= LARGEST_ERROR[name] * weight.abs().max() + 1e-5
-    assert storage_bytes(packed) == packed_matrix_bytes(scheme.method, scheme.double_quant, *shape)
+    assert storage_bytes(packed) == scheme.matrix_bytes(*shape)
 
 
 @settings(deadline=None, max_examples=25)
@@ -78,16 +79,17 @@ def test_a_change_of_dtype_leaves_packed_numbers_alone(name: str) -> None:
 @pytest.mark.parametrize("columns", [32, 96, 100, 128])
 def test_rows_that_are_no_whole_blocks_stay_as_they_are(columns: int) -> None:
     shape = (512, columns)
-    assert PackingScheme("nf4", True).packs("o_proj", shape, 2) == (columns % 64 == 0)
-    assert PackingScheme("int8").packs("o_proj", shape, 2)
-    assert not PackingScheme("int8", skip=("o_proj",)).packs("layers.0.self_attn.o_proj", shape, 2)
-    assert not PackingScheme("nf4", True).packs("o_proj", (8, 64), 2), "tables and scales would take more"
+    in_4_bits, in_8_bits = SCHEMES_OF_DRAFTERS["nf4-dq"], SCHEMES_OF_DRAFTERS["int8"]
+    assert in_4_bits.packs(shape, 2) == (columns % 64 == 0)
+    assert in_8_bits.packs(shape, 2)
+    assert not replace(in_8_bits, skip_modules=("o_proj",)).packs(shape, 2, "layers.0.self_attn.o_proj")
+    assert not in_4_bits.packs((8, 64), 2), "tables and scales would take more"
 
 
 def test_a_row_of_zeros_stays_one() -> None:
     weight = torch.randn(4, 64)
     weight[2] = 0
-    assert torch.equal(matrix_of(pack_matrix(weight, PackingScheme("int8")))[2], torch.zeros(64))
+    assert torch.equal(matrix_of(pack_matrix(weight, SCHEMES_OF_DRAFTERS["int8"]))[2], torch.zeros(64))
 
 
 # --- rows of a packed head ------------------------------------------------------------------------------------------

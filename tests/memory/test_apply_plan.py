@@ -143,7 +143,7 @@ def test_the_drafter_is_packed_as_planned(roomy: Card, precision: str) -> None:
     pytest.importorskip("bitsandbytes")
     eagle = load(memory=planned(drafter_precision=precision))
     assert eagle.packing is not None
-    assert eagle.packing.method == precision
+    assert eagle.packing.method == f"bnb-{precision}"
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from ..config import Eagle31Config, MtpConfig
 from ..errors import ConfigurationError
 from ..memory import MemoryPlan
 from ..memory.apply_plan import apply_plan, plan_to_apply
+from ..memory.ledger import DRAFTER_PRECISIONS
+from ..memory.weights import SCHEMES, Quantization
 from ..settings import Eagle31GenerationConfig
 from ..targets.binding import TargetBinding
 from ..targets.fresh_drafter import default_config, with_distinct_states
@@ -28,7 +30,7 @@ from ..targets.quantized import gather_head_rows
 from ..targets.self_test import require_readable_states
 from .assistant import Assistant
 from .draft_rows import with_draft_rows
-from .packed_linear import PackingScheme, bitsandbytes, pack_linears, pack_matrix
+from .packed_linear import bitsandbytes, pack_linears, pack_matrix, packing_of
 
 
 class Eagle31Drafter(Assistant, Eagle31Network):
@@ -47,7 +49,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         super().__init__(config)
         self.metadata: dict[str, Any] = {}
         self._head_rows: list[Tensor | nn.Module] = []
-        self.packing: PackingScheme | None = None
+        self.packing: Quantization | None = None
         self._draft_ids: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,10 +98,10 @@ class Eagle31Drafter(Assistant, Eagle31Network):
             MemoryPlanError: the plan was made for another target or card, or too little memory is free.
         """
         _chosen_dtype(dtype, torch.float32)  # a misspelt one should not cost a download
-        scheme = None if quantization_config is None else PackingScheme.of(quantization_config)
+        packing = None if quantization_config is None else packing_of(quantization_config)
         plan = None if memory is None else plan_to_apply(memory, target, pretrained_model_name_or_path)
-        if plan is not None and scheme is None:
-            scheme = PLANNED_PACKING[plan.settings.drafter_precision]
+        if plan is not None and packing is None:
+            packing = SCHEMES.get(DRAFTER_PRECISIONS[plan.settings.drafter_precision])
         checkpoint = read_checkpoint(
             pretrained_model_name_or_path,
             revision=revision,
@@ -117,16 +119,16 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         dtype = _chosen_dtype(dtype, checkpoint.tensors["fc.weight"].dtype)
         drafter = cls.from_checkpoint(checkpoint)
         drafter.name_or_path = str(pretrained_model_name_or_path)
-        if scheme is not None:
+        if packing is not None:
             bitsandbytes()  # before anything is attached
-            drafter.packing = scheme
+            drafter.packing = packing
         binding = None
         if target is not None:
             binding = TargetBinding(target, drafter.config)
             dtype = dtype or binding.compute_dtype
             device = device or binding.head_device
-        if scheme is not None:
-            pack_linears(drafter, scheme, device, dtype)
+        if packing is not None:
+            pack_linears(drafter, packing, device, dtype)
         if dtype is not None or device is not None:
             drafter.to(device=device, dtype=dtype)  # type: ignore[call-arg]
         if binding is not None:
@@ -154,7 +156,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         """
         if self.packing is not None:
             raise ConfigurationError(
-                f"got a drafter packed in {self.packing.method} to save; only unpacked weights are written: save the "
+                f"got a drafter packed in {self.packing.name} to save; only unpacked weights are written: save the "
                 "drafter as loaded without quantization_config, and pack it whenever it is loaded"
             )
         return Checkpoint(self.config, self.canonical_tensors(), default_format(self.config), dict(self.metadata))
@@ -258,7 +260,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
     def _packed_rows(self, rows: Tensor) -> Tensor | nn.Module:
         """Head rows `(Vd, H)`, packed as the other matrices are."""
         shape = (rows.shape[0], rows.shape[1])
-        if self.packing is None or not self.packing.packs("lm_head", shape, rows.element_size()):
+        if self.packing is None or not self.packing.packs(shape, rows.element_size(), "lm_head"):
             return rows
         return pack_matrix(rows, self.packing)
 
@@ -329,10 +331,6 @@ class Eagle31Drafter(Assistant, Eagle31Network):
 class MtpDrafter(MtpNetwork, Eagle31Drafter):
     """The multi-token-prediction head of a target as its drafter: what `Eagle31Drafter.from_pretrained` makes of a
     folder that holds one."""
-
-
-PLANNED_PACKING = {"full": None, "int8": PackingScheme("int8"), "nf4": PackingScheme("nf4", double_quant=True)}
-"""What the drafter precisions of a memory plan stand for."""
 
 
 AutoModel.register(Eagle31Config, Eagle31Drafter)

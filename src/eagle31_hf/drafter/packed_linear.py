@@ -12,97 +12,51 @@ input column in full precision as soon as one row of the batch has an outlier th
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
 
 from ..checkpoints.eagle_network import KeepsBufferDtypes
 from ..checkpoints.files import shown
 from ..errors import ConfigurationError
-from ..memory.weights import BLOCK, packed_matrix_bytes
+from ..memory.weights import Quantization, scheme
 
 OLDEST_BITSANDBYTES = (0, 50)
 """From here on products of 4-bit weights with a few tokens are fused, whatever the device."""
 
 
-METHODS = ("int8", "nf4", "fp4")
+def packing_of(quantization_config: Any) -> Quantization:
+    """How a drafter's matrices are to be packed, from transformers' `BitsAndBytesConfig` or its dict.
 
+    `bnb_4bit_compute_dtype` is not looked at, a drafter computes in its own dtype; nor is `llm_int8_threshold`, its
+    inputs are all packed; nor what is about training or how packed numbers are held.
 
-@dataclass(frozen=True)
-class PackingScheme:
-    """How a drafter's matrices are packed."""
-
-    method: str  # `"int8"` (one scale per row), `"nf4"` or `"fp4"` (one scale per 64 weights)
-    double_quant: bool = False  # of the 4-bit methods: the scales are packed to 8 bits, too
-    skip: tuple[str, ...] = ()  # names of matrices left as they are, e.g. `("lm_head",)`; a name's last parts suffice.
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigurationError(f"got packing method {shown(self.method)}; wanted one of {', '.join(METHODS)}")
-
-    @classmethod
-    def of(cls, quantization_config: Any) -> PackingScheme:
-        """A scheme from transformers' `BitsAndBytesConfig`, or from its dict.
-
-        `bnb_4bit_compute_dtype` is not looked at, a drafter computes in its own dtype; nor is `llm_int8_threshold`,
-        a drafter's inputs are all packed.
-
-        Raises:
-            ConfigurationError: another method, or a setting that cannot be followed.
-        """
-        fields = quantization_config
-        if not isinstance(fields, Mapping):
-            fields = quantization_config.to_dict() if hasattr(quantization_config, "to_dict") else {}
-        kind, in_4bit = fields.get("quant_method", "bitsandbytes"), bool(fields.get("load_in_4bit"))
-        if getattr(kind, "value", kind) != "bitsandbytes" or not (fields.get("load_in_8bit") or in_4bit):
-            raise ConfigurationError(
-                f"got quantization_config={shown(quantization_config)}; drafters are packed by bitsandbytes: pass "
-                "BitsAndBytesConfig(load_in_8bit=True) or BitsAndBytesConfig(load_in_4bit=True, "
-                "bnb_4bit_quant_type='nf4')"
-            )
-        storage = str(fields.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
-        wrong: dict[str, Any] = {} if storage == "uint8" else {"bnb_4bit_quant_storage": storage}
-        if fields.get("llm_int8_has_fp16_weight"):
-            wrong["llm_int8_has_fp16_weight"] = True
-        if wrong:
-            raise ConfigurationError(
-                f"got {wrong} in quantization_config; a packed drafter is held as uint8 and cannot be trained: leave "
-                "these out"
-            )
-        skip = fields.get("llm_int8_skip_modules") or ()
-        if not isinstance(skip, list | tuple) or not all(isinstance(name, str) for name in skip):
-            raise ConfigurationError(
-                f"got llm_int8_skip_modules={shown(skip)} in quantization_config; wanted a list of names"
-            )
-        if not in_4bit:
-            return cls("int8", skip=tuple(skip))
-        kind, nested = fields.get("bnb_4bit_quant_type", "fp4"), fields.get("bnb_4bit_use_double_quant")
-        return cls(str(kind), bool(nested), tuple(skip))
-
-    def packs(self, name: str, shape: tuple[int, int], element_bytes: int) -> bool:
-        """Whether the matrix `name` is worth it: it is not to be skipped, and packing makes it smaller.
-
-        In 4 bits a row must be whole blocks. Where a block reaches into the next row, bitsandbytes has no fused kernel,
-        and its kernel for CPUs takes the wrong scales without a word (0.50.2, rows of 16, 32, 48, 96, ... weights).
-
-        Args:
-            element_bytes: of one weight that is not packed.
-        """
-        skipped = any(name == key or name.endswith(f".{key}") for key in self.skip)
-        aligned = self.method == "int8" or shape[1] % BLOCK == 0
-        packed = packed_matrix_bytes(self.method, self.double_quant, *shape)
-        return not skipped and aligned and packed < math.prod(shape) * element_bytes
+    Raises:
+        ConfigurationError: another method.
+    """
+    config = quantization_config
+    try:
+        if isinstance(config, Mapping):
+            config = BitsAndBytesConfig(**config)
+        method = config.quantization_method()
+    except (AttributeError, TypeError, ValueError):
+        method = None
+    if method is None:
+        raise ConfigurationError(
+            f"got quantization_config={shown(quantization_config)}; drafters are packed by bitsandbytes: pass "
+            "BitsAndBytesConfig(load_in_8bit=True) or BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4')"
+        )
+    return scheme(config)
 
 
 class PackedLinear(KeepsBufferDtypes):
     """`nn.Linear` whose weight is packed. Inputs `(..., K)`, outputs `(..., N)` in the input's dtype.
 
     Args:
-        scheme: how.
+        packing: how.
         shape: `(N, K)` of the matrix.
         tensors: what stands for it, by bitsandbytes' names: `absmax` and `scale` are a block's or a row's largest
             weight, the codes are the tables that packed numbers are looked up in.
@@ -110,10 +64,10 @@ class PackedLinear(KeepsBufferDtypes):
     """
 
     def __init__(
-        self, scheme: PackingScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor], bias: Tensor | None = None
+        self, packing: Quantization, shape: tuple[int, int], tensors: Mapping[str, Tensor], bias: Tensor | None = None
     ):
         super().__init__()
-        self.scheme = scheme
+        self.packing = packing
         self.out_features, self.in_features = shape
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
@@ -125,8 +79,7 @@ class PackedLinear(KeepsBufferDtypes):
         bitsandbytes()
 
     def extra_repr(self) -> str:
-        double = ", scales packed" if self.scheme.double_quant else ""
-        return f"{self.in_features} to {self.out_features}, {self.scheme.method}{double}"
+        return f"{self.in_features} to {self.out_features}, {self.packing.name}"
 
 
 class Int8Linear(PackedLinear):
@@ -154,13 +107,18 @@ class FourBitLinear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         scales: dict[str, Any] = {"absmax": self.absmax}
-        if self.scheme.double_quant:
+        if self.packing.double_quant:
             scales = {"absmax": self.nested_absmax, "absmax_8bit": self.absmax}
             scales |= {"absmax_code": self.nested_code, "absmax_offset": self.offset}
         shape = (self.out_features, self.in_features)
         return torch.ops.bitsandbytes.gemm_4bit.default(
-            x, self.weight, shape, blocksize=64, quant_type=self.scheme.method, bias=self.bias, **scales
+            x, self.weight, shape, blocksize=64, quant_type=_kind(self.packing), bias=self.bias, **scales
         )
+
+
+def _kind(packing: Quantization) -> str:
+    """`"int8"`, `"nf4"` or `"fp4"`."""
+    return packing.method.removeprefix("bnb-")
 
 
 def bitsandbytes() -> Any:
@@ -188,12 +146,12 @@ def bitsandbytes() -> Any:
 
 
 @torch.no_grad()
-def pack_matrix(weight: Tensor, scheme: PackingScheme, bias: Tensor | None = None) -> PackedLinear:
+def pack_matrix(weight: Tensor, packing: Quantization, bias: Tensor | None = None) -> PackedLinear:
     """Pack a matrix `(N, K)` where it lies."""
     shape = (weight.shape[0], weight.shape[1])
-    if scheme.method == "int8":
-        return Int8Linear(scheme, shape, _int8_tensors(weight), bias)
-    return FourBitLinear(scheme, shape, _four_bit_tensors(weight, scheme), bias)
+    if _kind(packing) == "int8":
+        return Int8Linear(packing, shape, _int8_tensors(weight), bias)
+    return FourBitLinear(packing, shape, _four_bit_tensors(weight, packing), bias)
 
 
 def _int8_tensors(weight: Tensor) -> dict[str, Tensor]:
@@ -203,29 +161,29 @@ def _int8_tensors(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": (rows * steps[:, None]).round().to(torch.int8), "scale": scale}
 
 
-def _four_bit_tensors(weight: Tensor, scheme: PackingScheme) -> dict[str, Tensor]:
+def _four_bit_tensors(weight: Tensor, packing: Quantization) -> dict[str, Tensor]:
     packed, state = bitsandbytes().functional.quantize_4bit(
-        weight.contiguous(), blocksize=64, compress_statistics=scheme.double_quant, quant_type=scheme.method
+        weight.contiguous(), blocksize=64, compress_statistics=packing.double_quant, quant_type=_kind(packing)
     )
     tensors = {"weight": packed, "absmax": state.absmax, "code": state.code}
-    if scheme.double_quant:
+    if packing.double_quant:
         tensors |= {"nested_absmax": state.state2.absmax, "nested_code": state.state2.code, "offset": state.offset}
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}  # codes are shared between matrices
 
 
 @torch.no_grad()
 def pack_linears(
-    network: Any, scheme: PackingScheme, device: torch.device | str | None, dtype: torch.dtype | None
+    network: Any, packing: Quantization, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> None:
     """Replace those of a drafter's `nn.Linear`s by packed ones that would take more on `device` in `dtype`.
 
     Each matrix is taken there alone, so that the network never is as a whole.
     """
     element_bytes, shapes = (dtype or network.dtype).itemsize, network.packable()
-    for name in [name for name, shape in shapes.items() if scheme.packs(name, shape, element_bytes)]:
+    for name in [name for name, shape in shapes.items() if packing.packs(shape, element_bytes, name)]:
         linear = network.get_submodule(name)
         bias = None if linear.bias is None else linear.bias.detach().to(device or linear.bias.device)
-        packed = pack_matrix(linear.weight.detach().to(device or linear.weight.device), scheme, bias)
+        packed = pack_matrix(linear.weight.detach().to(device or linear.weight.device), packing, bias)
         network.set_submodule(name, packed)
 
 

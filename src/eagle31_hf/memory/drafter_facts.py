@@ -107,10 +107,8 @@ class DrafterFacts(CountedForwards):
 
 
 def _matrix_bytes(precision: Quantization, matrix: tuple[int, int]) -> int:
-    """As `PackingScheme.packs`: rows that are no whole blocks, or what packing would make larger, stay as they are."""
-    plain = math.prod(matrix) * precision.dtype_bytes
-    aligned = precision.group_size <= 0 or matrix[1] % precision.group_size == 0
-    return min(precision.matrix_bytes(*matrix), plain) if aligned else plain
+    packed = precision.packs(matrix, precision.dtype_bytes)
+    return precision.matrix_bytes(*matrix) if packed else math.prod(matrix) * precision.dtype_bytes
 
 
 def read_drafter(drafter: Any, target: TargetFacts) -> DrafterFacts:

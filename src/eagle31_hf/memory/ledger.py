@@ -39,11 +39,8 @@ _COUNTED = "counted by a run without memory"
 ACCEPT_BYTES = 4 + 4 + 4 + 8 + 4 + 2
 """For each logit: fp32 scores before and after, a sorted copy and its ids, their sums, and which of them go, twice."""
 
-DRAFTER_PRECISIONS = ("full", "int8", "nf4")
-"""What a drafter's matrices may be stored as; `"full"` is the target's own dtype, in `"nf4"` the scales are packed too.
-
-Best first.
-"""
+DRAFTER_PRECISIONS = {"full": "", "int8": "bnb-int8", "nf4": "bnb-nf4-dq"}
+"""What drafters may be stored as, best first, and the key of `SCHEMES`; `"full"`: the target's own dtype."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ def captures_steps(target: TargetFacts, card: Card, settings: MemorySettings) ->
 def drafter_quantization(target: TargetFacts, precision: str) -> Quantization:
     """How a drafter's matrices are stored at this precision, beside a target of this dtype."""
     dtype = target.quantization.dtype
-    return scheme({"full": dtype, "int8": "bnb-int8", "nf4": "bnb-nf4-dq"}[precision], dtype)
+    return scheme(DRAFTER_PRECISIONS[precision] or dtype, dtype)
 
 
 class _Ledger:

@@ -55,7 +55,7 @@ class _Request:
 
         able = STORED_TYPES if self.target.forward.takes_eight_bits else STORED_TYPES[:1]
         caches, chunks = tried("cache_type", able), tried("prefill_chunk", PREFILL_CHUNKS)
-        precisions = tried("drafter_precision", DRAFTER_PRECISIONS)
+        precisions = tried("drafter_precision", (*DRAFTER_PRECISIONS,))
         choices = list(product(caches, precisions, tried("draft_tokens", (None, SHORT_DRAFT_TOKENS)), chunks))
         if "draft_tokens" not in asked:
             choices += product(caches, ("full",), [0], chunks)
@@ -129,7 +129,7 @@ def plan_memory(
     asked["draft_top_k"] = asked.pop("tree_width")
     _check_sizes(sizes)
     _check_name("cache_type", cache_type, STORED_TYPES)
-    _check_name("drafter_precision", drafter_precision, DRAFTER_PRECISIONS)
+    _check_name("drafter_precision", drafter_precision, (*DRAFTER_PRECISIONS,))
     found_card = find_card(card)
     facts = read_target(target, quantization, attention=attention)
     asked["context"] = context = context or min(DEFAULT_CONTEXT, facts.max_position_embeddings or DEFAULT_CONTEXT)

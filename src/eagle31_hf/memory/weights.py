@@ -87,12 +87,32 @@ class Quantization:
         """Bytes of one packed matrix with its scales; a bias is not packed and not counted here."""
         elements, size = rows * columns, self.group_size
         if self.method.startswith("bnb-"):
-            return packed_matrix_bytes(self.method.removeprefix("bnb-"), self.double_quant, rows, columns)
+            return self._bytes_by_bitsandbytes(rows, columns)
         if self.method == "fp8-block":
             return elements + 4 * (1 if size <= 0 else math.ceil(rows / size) * math.ceil(columns / size))
         if self.method == "mxfp4":
             return elements // 2 + elements // 32
         return elements * self.dtype_bytes
+
+    def _bytes_by_bitsandbytes(self, rows: int, columns: int) -> int:
+        """Scales and tables included."""
+        if self.method == "bnb-int8":
+            return rows * columns + 4 * rows
+        blocks = math.ceil(rows * columns / BLOCK)
+        packed = math.ceil(rows * columns / 2) + 4 * 16
+        if not self.double_quant:
+            return packed + 4 * blocks
+        return packed + blocks + 4 * math.ceil(blocks / _NESTED_BLOCK) + 4 * 256 + 4
+
+    def packs(self, shape: tuple[int, int], element_bytes: int, name: str = "") -> bool:
+        """Whether a drafter's matrix `(N, K)` is packed: none that is skipped by its name, or would become larger.
+
+        In 4 bits a row must be whole blocks. Where a block reaches into the next row, bitsandbytes has no fused kernel,
+        and its kernel for CPUs takes the wrong scales without a word (0.50.2, rows of 16, 32, 48, 96, ... weights).
+        """
+        skipped = any(name == key or name.endswith(f".{key}") for key in self.skip_modules or ())
+        aligned = self.group_size <= 0 or shape[1] % self.group_size == 0
+        return not skipped and aligned and self.matrix_bytes(*shape) < math.prod(shape) * element_bytes
 
     def workspace_bytes(self, rows: int, columns: int, tokens: int) -> int:
         """Bytes a matrix product with `tokens` inputs takes beyond input and output."""
@@ -105,17 +125,6 @@ class Quantization:
         if self.method.startswith("bnb-") and tokens <= 4:
             return 0  # bitsandbytes >= 0.50 always fuses so many; beyond, each card has its own table and may unpack
         return rows * columns * self.dtype_bytes
-
-
-def packed_matrix_bytes(method: str, double_quant: bool, rows: int, columns: int) -> int:
-    """Bytes of a matrix packed by bitsandbytes (`"int8"`, `"nf4"` or `"fp4"`), scales and tables included."""
-    if method == "int8":
-        return rows * columns + 4 * rows
-    blocks = math.ceil(rows * columns / BLOCK)
-    packed = math.ceil(rows * columns / 2) + 4 * 16
-    if not double_quant:
-        return packed + 4 * blocks
-    return packed + blocks + 4 * math.ceil(blocks / _NESTED_BLOCK) + 4 * 256 + 4
 
 
 SCHEMES: dict[str, Quantization] = {
