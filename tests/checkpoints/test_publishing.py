@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import write_checkpoint
-from eagle31_hf.checkpoints.card import check_card, fill_card, prepare_upload
+from eagle31_hf.checkpoints.card import fill_card, prepare_upload
 from eagle31_hf.cli import app
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import PublishingError
@@ -163,7 +163,6 @@ def test_no_network_and_a_name_that_is_none(folder, monkeypatch):
 
 def test_the_card_tells_use_evidence_training_limits_and_licence(folder):
     card = fill_card(folder, "owner/drafter")
-    check_card(card)
     wanted = ["assistant_model=eagle", "vllm serve owner/target", "sglang.launch_server --model-path owner/target",
               "| max_steps | 7 |", "| 7,168 | 2.500 ± 0.125 |",
               "eagle31 train owner/target --prompts owner/conversations", "up to 512 tokens", "apache-2.0",
@@ -196,9 +195,9 @@ def test_sglang_is_not_advertised_for_a_layout_that_it_does_not_read(folder):
     [
         ({"conditions": ""}, "lacks conditions"),
         ({"stages": [], "target": None}, "lacks target, stages"),
-        ({"stages": [{"name": "stage1", "acceptance": {}}]}, "measured acceptance under 'Evidence'"),
+        ({"stages": [{"name": "stage1", "acceptance": {}}]}, "lacks measured acceptance"),
         ({"stages": [{"name": "stage1", "acceptance": {"chat": {"rounds": 3}}}]}, "whose acceptance or curve is none"),
-        ({"license": None}, "license in its metadata.*--license"),
+        ({"license": None}, "lacks a licence .--license"),
         ({"data": []}, "lacks data"),
     ],
 )
@@ -210,9 +209,6 @@ def test_missing_evidence_is_named(folder, change, message):
 
 
 def test_a_card_written_by_hand_is_published_as_it_is(folder):
-    (folder / "README.md").write_text("# Mine\n")
-    with pytest.raises(PublishingError, match=r"lacks license in its metadata, base_model.*section 'Evidence'"):
-        prepare_upload(folder, "owner/drafter")
     mine = fill_card(folder, "owner/drafter").replace("Greedy, chain", "On my machine: greedy, chain")
     (folder / "README.md").write_text(mine)
     assert prepare_upload(folder, "owner/other").card == mine
@@ -239,7 +235,7 @@ def test_card_and_record_go_along_into_another_layout(folder, tmp_path, by_hand)
 def test_a_path_of_this_machine_is_not_published(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"target_model": {"name_or_path": "/home/me/target"}}))
-    with pytest.raises(PublishingError, match=r"names its target by a path of this machine.*eagle31 convert"):
+    with pytest.raises(PublishingError, match=r"path of this machine.*eagle31 convert.*as target_model\.name_or_path"):
         prepare_upload(folder, "owner/drafter")
 
 

@@ -29,10 +29,6 @@ DRAFT_TOKENS = 3  # what both engines' own examples draft for several users at o
 UNKNOWN_LICENSE = "unknown"
 _TEMPLATE = Path(__file__).with_name("card_template.md")
 _TAGS = ["eagle3", "speculative-decoding", "drafter"]
-_METADATA = ("license", "base_model", "library_name")
-_SECTIONS = ("Use", "Evidence", "Training", "Limits")
-_MEASURED = re.compile(r"\|\s*\**\d+\.\d+")  # a table cell with a figure
-
 
 _RECORD = {"target": str, "license": str, "conditions": str, "data": list, "stages": list, "recipe": dict,
            "versions": dict}  # fmt: skip
@@ -86,29 +82,12 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
     return str(card)
 
 
-def check_card(text: str) -> None:
-    """Raise a `PublishingError` if a card lacks metadata, sections or measured figures that users look for."""
-    card = ModelCard(text, ignore_metadata_errors=True)
-    metadata = card.data.to_dict()
-    lacking = [f"{name} in its metadata" for name in _METADATA if metadata.get(name) in (None, "", UNKNOWN_LICENSE)]
-    headings = re.split(r"^#{1,3} +(.*)$", card.text, flags=re.MULTILINE)
-    sections = dict(zip(headings[1::2], headings[2::2], strict=True))
-    lacking += [f"a section {name!r}" for name in _SECTIONS if not sections.get(name, "").strip()]
-    if "Evidence" in sections and not _MEASURED.search(sections["Evidence"]):
-        lacking.append("a table with measured acceptance under 'Evidence'")
-    if lacking:
-        raise PublishingError(
-            f"the card lacks {', '.join(lacking)}; complete {CARD_FILE}, or remove it to have it filled from "
-            f"{RECORD_FILE} (--license names the licence)"
-        )
-
-
 def _read_record(folder: Path, license: str | None) -> dict[str, Any]:
     path = folder / RECORD_FILE
     if not path.exists():
         raise PublishingError(
             f"{folder} has neither {CARD_FILE} nor {RECORD_FILE} to fill one from, so nothing tells how the drafter "
-            "was measured; train it with eagle31 train, or write a card with the sections " + ", ".join(_SECTIONS)
+            f"was measured; train it with eagle31 train, or write {CARD_FILE} (of an MTP head: which target it is of)"
         )
     stored = read_json(path)
     stored["license"] = license or stored.get("license") or UNKNOWN_LICENSE
@@ -155,7 +134,7 @@ def prepare_upload(folder: Path, repo_id: str, *, license: str | None = None) ->
     `training_report.json`, for this repository.
 
     Raises:
-        PublishingError: the card lacks evidence or other facts (named), or `repo_id` cannot be a Hub id.
+        PublishingError: the record lacks a licence, evidence or other facts (named), or `repo_id` cannot be a Hub id.
         CheckpointError: the folder holds no drafter.
     """
     try:
@@ -163,7 +142,6 @@ def prepare_upload(folder: Path, repo_id: str, *, license: str | None = None) ->
     except hub.HFValidationError as error:
         raise PublishingError(f"got repository {repo_id!r}; wanted a Hub id, owner/name ({error})") from error
     card = _card(folder, repo_id, license)
-    check_card(card)
     files = {name: (folder / name).stat().st_size for name in PUBLISHED_FILES[1:] if (folder / name).is_file()}
     if missing := [name for name in (CONFIG_FILE, WEIGHTS_FILE) if name not in files]:
         raise PublishingError(f"{folder} lacks {', '.join(missing)}; write the drafter there with save_pretrained")
@@ -173,7 +151,8 @@ def prepare_upload(folder: Path, repo_id: str, *, license: str | None = None) ->
         if isinstance(name, str) and Path(name).expanduser().is_absolute():
             raise PublishingError(
                 f"{CONFIG_FILE} names its target by a path of this machine ({name}), which no other machine has; name "
-                "its Hub id: eagle31 convert FOLDER NEW_FOLDER --target OWNER/NAME"
+                "its Hub id: eagle31 convert FOLDER NEW_FOLDER --target OWNER/NAME (without a network, write it there "
+                f"as {place}.name_or_path)"
             )
     return Upload(repo_id, folder, card, {CARD_FILE: len(card.encode())} | files)
 
@@ -181,7 +160,15 @@ def prepare_upload(folder: Path, repo_id: str, *, license: str | None = None) ->
 def _card(folder: Path, repo_id: str, license: str | None) -> str:
     text = _card_by_hand(folder)
     if text is None:
-        return fill_card(folder, repo_id, license=license)
+        text, record = fill_card(folder, repo_id, license=license), _read_record(folder, license)
+        kinds = [kind for stage in record["stages"] for kind in (stage.get("acceptance") or {}).values()]
+        lacking = ["a licence (--license names it)"] if record["license"] == UNKNOWN_LICENSE else []
+        lacking += [] if any(kind["rounds"] for kind in kinds) else ["measured acceptance"]
+        if lacking:
+            raise PublishingError(
+                f"the card lacks {' and '.join(lacking)}, as {folder / RECORD_FILE} does; add it there"
+            )
+        return text
     if license is not None:
         raise PublishingError(
             f"got licence {license!r}, but {folder / CARD_FILE} was written by hand and is published as it is; state "

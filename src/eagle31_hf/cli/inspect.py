@@ -67,10 +67,12 @@ def _states(c: Eagle31Config, stored: Mapping[str, list[int]]) -> list[tuple[str
     norms = {"none": "as they are", "per_slot": "each normed (fc_norm)",
              "concatenated": "normed together (norm_before_fc)"}  # fmt: skip
     ids = "; ".join(f"{ids} at {where}" for where, ids in stored.items())
-    layers = f"hs {c.aux_layers}" + (f", stored as {ids}" if ids else "")
+    read = "2, L/2 and L-3 of the target's L layers (the default: config.json names none)"
+    if c.aux_layers:
+        read = f"{', '.join(map(str, c.aux_layers))} of the target's layers" + (f", stored as {ids}" if ids else "")
     return [
         ("aux states", f"{c.num_aux_hidden_states}, {norms[c.aux_norm]}"),
-        ("aux layers", layers if c.aux_layers else "not stated: hs 2, L/2, L-3 of the target"),
+        ("read after", read),
         ("feedback", "post-norm (norm_output)" if c.norm_output else "pre-norm"),
         ("embedding", "its own" if c.own_embedding else "the target's"),
         ("LM head", "its own" if c.own_lm_head else "the target's"),
