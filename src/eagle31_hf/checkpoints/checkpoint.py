@@ -7,11 +7,10 @@ The layouts are described in `docs/formats.md`; their tables live in `checkpoint
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,14 @@ from ..config import Eagle31Config, MtpConfig
 from ..errors import CheckpointFormatError, ConfigurationError
 from .checks import (
     check_rope,
-    check_tensor_infos,
+    check_tensors,
     check_values,
-    check_vocabulary_infos,
+    check_vocabulary_headers,
     check_vocabulary_map,
     refuse_other_methods,
 )
 from .config_json import TARGET_MODEL, StoredConfig, read_config_fields, refuse_unread_fields, write_config_fields
-from .files import CONFIG_FILE, FLOAT_DTYPES, StoredTensors, TensorInfo, open_tensors, read_json, replace_checkpoint
+from .files import CONFIG_FILE, FLOATS, StoredTensors, dtype_name, open_tensors, read_json, replace_checkpoint
 from .hub import refuse_other_contents, resolve_checkpoint
 from .layouts import (
     LATENT_SIZES,
@@ -45,8 +44,6 @@ from .layouts import (
     written_layout,
 )
 from .mtp import TOKENIZER_FILE, find_head, refuse_lost_head
-
-_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
 
 @dataclass(frozen=True)
@@ -103,22 +100,22 @@ class CheckpointSummary:
     @property
     def dtype(self) -> str:
         """What floats are stored in."""
-        return self.stored.infos[self.names["fc.weight"]].dtype
+        return dtype_name(self.stored.headers[self.names["fc.weight"]])
 
     @property
     def parameters(self) -> int:
         """Elements of float tensors."""
-        return sum(math.prod(info.shape) for info in self.stored.infos.values() if info.dtype in FLOAT_DTYPES)
+        return sum(tensor.numel() for tensor in self.stored.headers.values() if tensor.dtype in FLOATS)
 
     @property
     def stored_bytes(self) -> int:
         """Of all tensors."""
-        return sum(math.prod(info.shape) * _BYTES.get(info.dtype, 1) for info in self.stored.infos.values())
+        return sum(tensor.nbytes for tensor in self.stored.headers.values())
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Stored names to shapes."""
-        return {name: info.shape for name, info in self.stored.infos.items()}
+        return {name: tuple(tensor.shape) for name, tensor in self.stored.headers.items()}
 
     @property
     def target(self) -> str:
@@ -207,14 +204,14 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
             raise ConfigurationError(f"an MTP head cannot be written as {format}; its layout is mtp")
         _check_loaded(config, tensors)
         fields = {**config.to_dict(), "architectures": ["MtpDrafter"]}
-        fields["dtype"] = TensorInfo.of(tensors["fc.weight"]).dtype
+        fields["dtype"] = dtype_name(tensors["fc.weight"])
         return replace_checkpoint(Path(folder), fields, tensors)
     layout = written_layout(format)
     check_expressible(layout, config)
-    _check_infos({name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, config)
+    _check_shapes(tensors, config)
     _check_loaded(config, tensors)
     written = write_config_fields(layout, config, checkpoint.metadata)
-    written["torch_dtype"] = TensorInfo.of(tensors["fc.weight"]).dtype
+    written["torch_dtype"] = dtype_name(tensors["fc.weight"])
     stored = {stored_name(layout, name): tensor for name, tensor in tensors.items()}
     if "d2t" in stored:
         stored["d2t"] = stored["d2t"].cpu().long()
@@ -231,14 +228,14 @@ def _read_headers(folder: Path, source: str) -> CheckpointSummary:
     raw_config = read_json(folder / CONFIG_FILE)
     _check_sections(raw_config)
     stored = open_tensors(folder)
-    refuse_other_methods(raw_config, stored.infos)
-    layout = detect_layout(raw_config, stored.infos)
-    names = _canonical_names(layout, stored.infos)
-    check_vocabulary_infos({name: stored.infos[names[name]] for name in ("d2t", "t2d") if name in names})
-    infos = {ours: stored.infos[theirs] for ours, theirs in names.items()}
-    stored_config = read_config_fields(layout, raw_config, _count_layers(infos))
+    refuse_other_methods(raw_config, stored.headers)
+    layout = detect_layout(raw_config, stored.headers)
+    names = _canonical_names(stored.headers)
+    headers = {ours: stored.headers[theirs] for ours, theirs in names.items()}
+    check_vocabulary_headers({name: headers[name] for name in ("d2t", "t2d") if name in headers})
+    stored_config = read_config_fields(layout, raw_config, _count_layers(headers))
     try:
-        config = Eagle31Config(**_completed_fields(stored_config, raw_config, infos))
+        config = Eagle31Config(**_completed_fields(layout, stored_config, raw_config, headers))
     except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         if isinstance(error, CheckpointFormatError):
             raise
@@ -252,9 +249,8 @@ def _read_headers(folder: Path, source: str) -> CheckpointSummary:
                 "zeros); state the reduced draft_vocab_size, or remove d2t and t2d"
             )
         names = {ours: theirs for ours, theirs in names.items() if ours not in ("d2t", "t2d")}
-    infos = {ours: stored.infos[theirs] for ours, theirs in names.items() if ours != "t2d"}
     check_rope(config)
-    _check_infos(infos, config)
+    _check_shapes({ours: headers[ours] for ours in names if ours != "t2d"}, config)
     return CheckpointSummary(
         source,
         layout.name,
@@ -303,10 +299,10 @@ def _check_sections(raw_config: Mapping[str, Any]) -> None:
         )
 
 
-def _canonical_names(layout: Layout, infos: Mapping[str, TensorInfo]) -> dict[str, str]:
+def _canonical_names(stored: Iterable[str]) -> dict[str, str]:
     names: dict[str, str] = {}
-    for theirs in infos:
-        ours = canonical_name(layout, theirs)
+    for theirs in stored:
+        ours = canonical_name(theirs)
         if ours in names:
             raise CheckpointFormatError(f"{names[ours]} and {theirs} are both {ours}; remove the wrong one")
         if ours is not None:
@@ -314,13 +310,13 @@ def _canonical_names(layout: Layout, infos: Mapping[str, TensorInfo]) -> dict[st
     return names
 
 
-def _count_layers(infos: Mapping[str, TensorInfo]) -> int:
+def _count_layers(names: Iterable[str]) -> int:
     """Decoder layers among canonical names; 1 at least, whose missing tensors are listed later."""
-    return max(1, len({match[1] for name in infos if (match := re.match(r"layers\.(\d+)\.", name))}))
+    return max(1, len({match[1] for name in names if (match := re.match(r"layers\.(\d+)\.", name))}))
 
 
 def _completed_fields(
-    stored: StoredConfig, raw_config: Mapping[str, Any], infos: Mapping[str, TensorInfo]
+    layout: Layout, stored: StoredConfig, raw_config: Mapping[str, Any], infos: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Fields from the table, completed and corrected by what the tensors themselves show."""
     fields = dict(stored.fields)
@@ -334,11 +330,13 @@ def _completed_fields(
         fields["draft_vocab_size"] = infos["d2t"].shape[0] if infos["d2t"].shape else None
     if fields.get("num_aux_hidden_states") is None:
         fields["num_aux_hidden_states"] = len(fields["aux_layers"] or ()) or 3
-    if "layers.0.self_attn.kv_a_proj_with_mqa.weight" not in infos and "head_dim" in fields:
-        fields |= dict.fromkeys(LATENT_SIZES & fields.keys())  # the target's
-    elif fields.get("kv_lora_rank") is not None and "head_dim" in fields:
-        _read_nemo_latent(fields)
-    if fields.get("head_dim") is None:
+    if "layers.0.self_attn.kv_a_proj_with_mqa.weight" not in infos:
+        fields |= dict.fromkeys(LATENT_SIZES)  # the target's
+    elif fields["kv_lora_rank"] is None:
+        raise CheckpointFormatError("config.json lacks kv_lora_rank; a drafter with latent attention must state it")
+    elif layout.ignores_the_rest:
+        fields["rope_parameters"] = _rope_of_nemo(fields)
+    if fields["head_dim"] is None:
         fields["head_dim"] = _head_dim_of(infos, fields["num_attention_heads"])
     if raw_config.get("tie_word_embeddings") and fields["own_embedding"] and not fields["own_lm_head"]:
         raise CheckpointFormatError(
@@ -348,37 +346,33 @@ def _completed_fields(
     return fields
 
 
-def _read_nemo_latent(fields: dict[str, Any]) -> None:
+def _rope_of_nemo(fields: dict[str, Any]) -> dict[str, Any]:
     """NeMo's latent attention takes YaRN's frequencies alone, scaling neither tables nor scores, and only if all of
     YaRN's settings are stated and the drafter is for longer texts than the original ones."""
-    fields["head_dim"] = None  # there it is the rotated width
     rope: dict[str, Any] = fields["rope_parameters"]
     needed = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
-    stated = [rope.get(name) for name in needed]
-    if all(type(value) in (int, float) for value in stated) and fields["max_position_embeddings"] > stated[-1]:
-        settings = dict(zip(needed, stated, strict=True))
-        fields["rope_parameters"] = {
-            "rope_type": "yarn", "rope_theta": rope["rope_theta"], **settings, "attention_factor": 1.0
-        }  # fmt: skip
-    else:
-        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    stated = {name: rope.get(name) for name in needed}
+    are_numbers = all(type(value) in (int, float) for value in stated.values())
+    if are_numbers and fields["max_position_embeddings"] > stated["original_max_position_embeddings"]:
+        return {"rope_type": "yarn", "rope_theta": rope["rope_theta"], **stated, "attention_factor": 1.0}
+    return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
 
 
-def _head_dim_of(infos: Mapping[str, TensorInfo], num_heads: Any) -> int | None:
+def _head_dim_of(infos: Mapping[str, Tensor], num_heads: Any) -> int | None:
     query = infos.get("layers.0.self_attn.q_proj.weight")
     if query is None or not query.shape or not isinstance(num_heads, int) or num_heads < 1:
         return None
     return query.shape[0] // num_heads
 
 
-def _check_infos(infos: Mapping[str, TensorInfo], config: Eagle31Config) -> None:
+def _check_shapes(tensors: Mapping[str, Tensor], config: Eagle31Config) -> None:
     from .eagle_network import expected_shapes  # which takes a second to import
 
     try:
         wanted = expected_shapes(config)
     except Exception as error:  # no tensor can be so large
         raise _impossible(error) from error
-    check_tensor_infos(infos, wanted)
+    check_tensors(tensors, wanted)
 
 
 def _impossible(error: Exception) -> CheckpointFormatError:

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from ..config import Eagle31Config
 from ..errors import CheckpointFormatError
-from .files import FLOAT_DTYPES, TensorInfo, get_path, shown
+from .files import FLOATS, dtype_name, get_path, shown
 
-Tensors = Mapping[str, TensorInfo]
+Tensors = Mapping[str, Tensor]
+"""By name; without content, as far as headers show it, or as they were loaded."""
 
-_INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _LISTED = 12  # names in one message
 
 
-def check_tensor_infos(tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Raise a `CheckpointFormatError` that lists tensors missing, spare, of another shape or dtype than wanted."""
     problems = []
     if missing := sorted(wanted.keys() - tensors.keys()):
@@ -29,11 +30,11 @@ def check_tensor_infos(tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) 
         problems.append(f"spare: {_shortened(spare)}{_hint(spare)}")
     shapes, kinds = [], []
     for name in sorted(wanted.keys() & tensors.keys()):
-        got, dtypes = tensors[name], _INTEGER_DTYPES if name == "d2t" else FLOAT_DTYPES
+        got, dtypes = tensors[name], _INTEGERS if name == "d2t" else FLOATS
         if got.shape != wanted[name]:
             shapes.append(f"{name} is {list(got.shape)}, wanted {list(wanted[name])}")
         if got.dtype not in dtypes:
-            kinds.append(f"{name} has dtype {got.dtype}, wanted one of {', '.join(dtypes)}")
+            kinds.append(f"{name} has dtype {dtype_name(got)}, wanted {'integers' if name == 'd2t' else 'floats'}")
     problems += shapes[:_LISTED] + kinds[:_LISTED]
     if problems:
         raise CheckpointFormatError(
@@ -42,12 +43,12 @@ def check_tensor_infos(tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) 
         )
 
 
-def check_vocabulary_infos(maps: Tensors) -> None:
+def check_vocabulary_headers(maps: Tensors) -> None:
     """Raise a `CheckpointFormatError` if `d2t` or `t2d` is no list of integers."""
     for name, info in maps.items():
-        if len(info.shape) != 1 or info.dtype not in _INTEGER_DTYPES:
+        if info.dim() != 1 or info.dtype not in _INTEGERS:
             raise CheckpointFormatError(
-                f"{name} is {list(info.shape)} of dtype {info.dtype}; wanted one row of {', '.join(_INTEGER_DTYPES)}"
+                f"{name} is {list(info.shape)} of dtype {dtype_name(info)}; wanted one row of integers"
             )
 
 
@@ -91,7 +92,7 @@ def _hint(spare: list[str]) -> str:
     return ""
 
 
-def check_values(tensors: Mapping[str, Tensor]) -> None:
+def check_values(tensors: Tensors) -> None:
     """Raise a `CheckpointFormatError` if a weight holds NaN or infinity."""
     broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if broken:
@@ -299,7 +300,7 @@ def refuse_other_methods(config: Mapping[str, Any], tensors: Tensors) -> None:
         )
     # A `quantization_config` beside float weights was copied from the target.
     maps = ("d2t", "t2d", "draft_id_to_target_id")
-    are_floats = all(info.dtype in FLOAT_DTYPES for name, info in tensors.items() if name not in maps)
+    are_floats = all(info.dtype in FLOATS for name, info in tensors.items() if name not in maps)
     if config.get("quantization_config") and (not are_floats or _any_name(tensors, _PACKED_PARTS)):
         raise CheckpointFormatError(
             "this drafter's weights are quantised (config.json has quantization_config); wanted float weights. Take "

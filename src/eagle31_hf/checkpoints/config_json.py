@@ -17,6 +17,7 @@ from ..config import Eagle31Config
 from ..errors import CheckpointFormatError
 from .files import get_path, set_path, shown
 from .layouts import (
+    LATENT_SIZES,
     LAYER_ID_PLACES,
     LAYER_IDS,
     NESTED_LAYER_IDS,
@@ -31,7 +32,12 @@ from .layouts import (
 TARGET_MODEL = "target_model"
 """Metadata that every layout can hold: `{"name_or_path", "architectures"}` of the target."""
 _ATTENTION_TYPES = {"full_attention", "sliding_attention"}
-_SIZES_OF_ANOTHER = ("num_hidden_layers", "vocab_size")  # of the target, wherever a config repeats them
+_OF_ANOTHER = (
+    "num_hidden_layers",
+    "vocab_size",
+    "num_aux_hidden_states",
+    *LATENT_SIZES,
+)  # where `eagle_config` has them
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ def read_config_fields(layout: Layout, config: Mapping[str, Any], num_layers: in
     if per_slot and concatenated:
         raise CheckpointFormatError("config.json sets both fc_norm and norm_before_fc; a drafter has one or none")
     fields["aux_norm"] = "per_slot" if per_slot else "concatenated" if concatenated else "none"
+    if fields["norm_before_residual"] is None:
+        fields["norm_before_residual"] = layout.norm_before_residual
     fields["sliding_window"] = _read_window(layout, config, num_layers)
     layer_type = "full_attention" if fields["sliding_window"] is None else "sliding_attention"
     fields["rope_parameters"] = _read_rope(config, layout.layer_config, layer_type)
@@ -83,7 +91,7 @@ def _read_field(row: Field, config: Mapping[str, Any]) -> Any:
     stated = {path: value for path in row.paths if (value := get_path(config, path)) is not None}
     value = next(iter(stated.values()), row.default)
     repeated = f"eagle_config.{row.name}"
-    if row.name not in _SIZES_OF_ANOTHER and (again := get_path(config, repeated)) is not None:
+    if row.name not in _OF_ANOTHER and (again := get_path(config, repeated)) is not None:
         stated[repeated] = again
     differing = [other for other in stated.values() if other is not value and other != value]
     if differing and row.name != "hidden_act":  # Gemma's two name two functions
@@ -187,7 +195,8 @@ def write_config_fields(layout: Layout, config: Eagle31Config, metadata: Mapping
     if not config.own_lm_head and not config.has_reduced_vocabulary:
         values["draft_vocab_size"] = None  # by which SGLang takes the target's head
     for row in layout.fields:
-        set_path(written, row.stored, values[row.name])
+        if row.fact not in (layout.lacks or ()):
+            set_path(written, row.stored, values[row.name])
     rope = config.rope_parameters or {}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     set_path(written, f"{layout.layer_config}rope_parameters", dict(rope))  # both forms: every loader finds one

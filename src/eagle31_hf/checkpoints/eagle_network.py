@@ -30,8 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 
 from ..cache.grouped_attention import WatchedCache, grouped_attention
 from ..config import Eagle31Config
-from .checks import check_tensor_infos
-from .files import TensorInfo
+from .checks import check_tensors
 
 
 def off_meta() -> AbstractContextManager[Any]:
@@ -366,7 +365,7 @@ class Eagle31Network(PreTrainedModel):
             CheckpointFormatError: tensors are missing, spare or of another shape; nothing was loaded.
         """
         wanted = {name: tuple(tensor.shape) for name, tensor in self.canonical_tensors().items()}
-        check_tensor_infos({name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, wanted)
+        check_tensors(tensors, wanted)
         state: dict[str, Tensor] = {}
         for name in self.state_dict():
             parts = [tensors[part] for part in self._published_parts(name) or (name,)]

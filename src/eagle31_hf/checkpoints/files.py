@@ -31,9 +31,10 @@ PICKLE_FILE = "pytorch_model.bin"
 MOST_BYTES = 32 << 20
 """Of a JSON file: the index of a model of 700 billion parameters has 9 MB."""
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool",
-           "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"}  # fmt: skip
-FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "I64": torch.int64,
+           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}  # fmt: skip
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -93,35 +94,37 @@ def set_path(config: dict[str, Any], path: str, value: Any) -> None:
 # ---------------------------------------------------------------- tensors
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a header says of one tensor; `dtype` in torch's words."""
+def renamed(name: str, beginnings: Mapping[str, str | None]) -> str | None:
+    """A tensor's name with another beginning, by the first that fits; `None`: a tensor that is not needed."""
+    for beginning, ours in beginnings.items():
+        if name.startswith(beginning):
+            return None if ours is None else ours + name.removeprefix(beginning)
+    return name
 
-    shape: tuple[int, ...]
-    dtype: str
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorInfo:
-        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+def dtype_name(tensor: Tensor) -> str:
+    """`"bfloat16"` and the like."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """The weights of a checkpoint folder by stored name; nothing is loaded before `load`."""
+    """The weights of a checkpoint folder by stored name; nothing is loaded before `load`.
 
-    infos: dict[str, TensorInfo]
-    files: tuple[Path, ...]
-    _shard_of: dict[str, Path] = field(repr=False)
-    _pickled: dict[str, Tensor] | None = field(default=None, repr=False)
+    Attributes:
+        headers: tensors on the meta device, which have shape and dtype and no content; of a `.bin` file its own.
+        shards: the safetensors file that each lies in.
+    """
+
+    headers: dict[str, Tensor]
+    shards: dict[str, Path] = field(default_factory=dict)
 
     def load(self, names: Collection[str]) -> dict[str, Tensor]:
         """The named tensors on CPU, in their stored dtype and independent of the files."""
-        if self._pickled is not None:
-            return {name: self._pickled[name].clone() for name in names}
-        loaded: dict[str, Tensor] = {}
-        for path in self.files:
+        loaded = {name: self.headers[name].clone() for name in names if name not in self.shards}
+        for path in sorted({self.shards[name] for name in names if name in self.shards}):
             with _open_safetensors(path) as shard:
-                loaded.update({name: shard.get_tensor(name) for name in names if self._shard_of[name] == path})
+                loaded |= {name: shard.get_tensor(name) for name in names if self.shards.get(name) == path}
         return loaded
 
 
@@ -186,24 +189,26 @@ def _is_shard_name(name: Any) -> bool:
 
 def open_shards(paths: list[Path]) -> StoredTensors:
     """Names, shapes and dtypes of what these safetensors files hold together."""
-    infos: dict[str, TensorInfo] = {}
-    shard_of: dict[str, Path] = {}
+    headers: dict[str, Tensor] = {}
+    shards: dict[str, Path] = {}
     for path in paths:
         with _open_safetensors(path) as shard:
             for name in shard.keys():  # noqa: SIM118 (not a mapping)
-                if name in infos:
-                    raise CheckpointFormatError(f"{name} is in both {shard_of[name].name} and {path.name}")
+                if name in headers:
+                    raise CheckpointFormatError(f"{name} is in both {shards[name].name} and {path.name}")
                 _require_printable(name, path)
-                header = shard.get_slice(name)
-                dtype = _DTYPES.get(header.get_dtype(), header.get_dtype().lower())
-                infos[name], shard_of[name] = TensorInfo(tuple(header.get_shape()), dtype), path
-    return StoredTensors(infos, tuple(paths), shard_of)
+                stored = shard.get_slice(name)
+                dtype = _DTYPES.get(stored.get_dtype(), torch.uint8)  # others are a target's, packed
+                headers[name], shards[name] = torch.empty(stored.get_shape(), dtype=dtype, device="meta"), path
+    return StoredTensors(headers, shards)
 
 
-def _open_safetensors(path: Path) -> Any:
+@contextmanager
+def _open_safetensors(path: Path) -> Iterator[Any]:
     try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
+        with safe_open(path, framework="pt", device="cpu") as shard:
+            yield shard
+    except (SafetensorError, OSError, RuntimeError, OverflowError) as error:  # the last two: a shape of no tensor
         raise CheckpointFormatError(f"{path} is damaged or not a safetensors file ({error}); fetch it again") from error
 
 
@@ -220,7 +225,7 @@ def _open_pickle(path: Path) -> StoredTensors:
                 f"{path}: {shown(name)} is not stored as it is used (sparse, nested, on another device, or one value "
                 "said many times); wanted plain tensors: save a state dict of dense tensors on CPU"
             )
-    return StoredTensors({name: TensorInfo.of(value) for name, value in content.items()}, (path,), {}, content)
+    return StoredTensors(content)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -251,7 +256,7 @@ def _unpickle(path: Path) -> Any:
 
 def holds_fusion(folder: Path) -> bool:
     """Whether an EAGLE drafter's weights lie in `folder`, sound or not: they have the `fc` that fuses hidden states."""
-    parts = [name.split(".") for name in open_tensors(folder).infos]
+    parts = [name.split(".") for name in open_tensors(folder).headers]
     return any(name[-2:] == ["fc", "weight"] and "mtp" not in name for name in parts)  # a head's is inside a target
 
 

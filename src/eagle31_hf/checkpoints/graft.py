@@ -41,7 +41,7 @@ def graft_head(base: str | Path, folder: Path) -> list[str]:
     loaded = head.stored.load(head.names.values())
     head.unpack({ours: loaded[theirs] for ours, theirs in head.names.items()})
     _require_room_for_it(head, head.family, folder)
-    held = open_tensors(folder).infos  # Ernie's final norm is the target's, and there already
+    held = open_tensors(folder).headers  # Ernie's final norm is the target's, and there already
     tensors = {name: tensor for name, tensor in loaded.items() if name not in held}
     index = json.dumps(_with_head(_index(folder, held), tensors), indent=2, ensure_ascii=False) + "\n"
     try:

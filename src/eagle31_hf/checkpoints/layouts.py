@@ -1,4 +1,4 @@
-"""What each published drafter layout calls its tensors and config fields: one table per layout.
+"""What published drafter layouts call their tensors and config fields, and in what they differ.
 
 All seven are read; `plain`, `mla` and `speculators` are written, too, by the same tables. Canonical names are the
 parameter names of our drafter (`layers.0.…` also for the first layer) and the fields of `Eagle31Config`. Layer ids
@@ -16,6 +16,7 @@ from typing import Any
 
 from ..config import Eagle31Config
 from ..errors import ConfigurationError, removal
+from .files import renamed
 
 REQUIRED: Any = object()
 """Default of a field that a config must state."""
@@ -34,9 +35,6 @@ LAYER_ID_PLACES = (LAYER_IDS, NESTED_LAYER_IDS, *_OTHER_PLACES)
 """Dotted paths of `config.json` that any format or engine reads layer ids from."""
 
 
-_MIDLAYER = (("layers.0.", "midlayer."),)  # a first layer that is called `layers.0` already keeps its name
-
-
 @dataclass(frozen=True)
 class Field:
     """One config fact: its name here, its dotted path in `config.json`, and what a missing or null entry means."""
@@ -45,6 +43,7 @@ class Field:
     stored: str
     default: Any = None
     also: tuple[str, ...] = ()  # other spellings, read but never written
+    fact: str = ""  # of `_FACTS`: written where the layout can express it
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -58,10 +57,11 @@ class Layout:
     Attributes:
         recognises: whether a `config.json` and stored tensor names are of this layout.
         layer_ids: `(dotted path, convention)` of the places where it names target layers.
-        prefixes: pairs of canonical and stored name prefixes; everything else keeps its name.
         lacks: names of the facts (`_FACTS`) that it cannot express; `None`: it is read and not written.
         architecture, constants: what is written of every drafter: its class, and entries that are always the same.
+        first_layer: what the names of its first layer's tensors are written with.
         layer_config: dotted prefix of the Llama fields. target_model: dotted path of the target's name.
+        norm_before_residual: of a file that does not say.
         needs_target: whether its loaders ask for the target's name, and read the embedding from the file alone.
         ignores_the_rest: its classes read these fields and no others: the rest of a config is the target's.
     """
@@ -69,19 +69,24 @@ class Layout:
     name: str
     title: str
     recognises: Callable[[Mapping[str, Any], Collection[str]], bool]
-    fields: tuple[Field, ...]
     layer_ids: tuple[tuple[str, str], ...]
-    prefixes: tuple[tuple[str, str], ...] = _MIDLAYER
     lacks: frozenset[str] | None = None
     architecture: str = ""
     constants: Mapping[str, Any] = field(default_factory=dict)
+    first_layer: str = "midlayer."
     layer_config: str = ""
     target_model: str = "target_model"
+    norm_before_residual: bool = False
     needs_target: bool = False
     ignores_the_rest: bool = False
 
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """What is read of its `config.json`."""
+        return (*_layer_fields(self.layer_config), *_DRAFTER_FIELDS)
 
-def _layer_fields(prefix: str = "") -> tuple[Field, ...]:
+
+def _layer_fields(prefix: str) -> tuple[Field, ...]:
     # num_hidden_layers is written and never believed: published files say 36 and 40 for one layer.
     rows: dict[str, Any] = {
         "vocab_size": REQUIRED, "hidden_size": REQUIRED, "intermediate_size": REQUIRED, "num_hidden_layers": None,
@@ -94,36 +99,29 @@ def _layer_fields(prefix: str = "") -> tuple[Field, ...]:
         "rms_norm_eps": ("norm_eps", "norm_epsilon", "layernorm_epsilon", "layer_norm_epsilon", "layer_norm_eps"),
         "num_key_value_heads": ("num_kv_heads",),
     }
+    facts = {"head_dim": "grouped"}  # of latent attention it is the rotated width
     return tuple(
-        Field(name, prefix + name, default, also=tuple(prefix + other for other in spellings.get(name, ())))
+        Field(
+            name, prefix + name, default, tuple(prefix + also for also in spellings.get(name, ())), facts.get(name, "")
+        )
         for name, default in rows.items()
     )
 
 
-def _drafter_fields(norm_before_residual: bool = False, num_aux: bool = True) -> tuple[Field, ...]:
-    rows = (
-        Field("draft_vocab_size", "draft_vocab_size", None, also=("truncated_vocab_size",)),  # nebius
-        Field("target_hidden_size", "target_hidden_size"),
-        Field("fc_norm", "fc_norm", False, also=("use_aux_norm",)),
-        Field("norm_before_fc", "norm_before_fc", False, also=("eagle_config.norm_before_fc",)),
-        Field("norm_output", "norm_output", False, also=("eagle_config.return_hidden_post_norm",)),
-        Field("norm_before_residual", "norm_before_residual", norm_before_residual),
-    )
-    return (*rows, Field("num_aux_hidden_states", "num_aux_hidden_states")) if num_aux else rows
-
-
-_SGLANG_NAMES = (
-    *_MIDLAYER,
-    *((f"fc_norm.{slot}.", f"aux_norm_{name}.") for slot, name in enumerate(("low", "mid", "high"))),
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
+_DRAFTER_FIELDS = (
+    Field("draft_vocab_size", "draft_vocab_size", also=("truncated_vocab_size",)),  # nebius
+    Field("target_hidden_size", "target_hidden_size"),
+    Field("fc_norm", "fc_norm", False, also=("use_aux_norm",)),
+    Field("norm_before_fc", "norm_before_fc", False, also=("eagle_config.norm_before_fc",)),
+    Field("norm_output", "norm_output", False, also=("eagle_config.return_hidden_post_norm",)),
+    Field("norm_before_residual", "norm_before_residual"),
+    Field("num_aux_hidden_states", "num_aux_hidden_states"),
+    Field("fc_bias", "bias", False, fact="fc_bias"),
+    *(Field(name, name, fact="latent") for name in LATENT_SIZES),
 )
 _MODELOPT_MARKS = {"use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm",
                    "next_layer_regular"}  # fmt: skip
-
-LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
-_LATENT_FIELDS = (
-    *(row for row in _layer_fields() if row.name != "head_dim"),  # there it is the rotated width
-    *(Field(name, name, None if name == "q_lora_rank" else REQUIRED) for name in LATENT_SIZES),
-)
 
 
 def _has_architecture(config: Mapping[str, Any], prefix: str) -> bool:
@@ -135,10 +133,8 @@ _TABLE = (
         name="nemo",
         title="NVIDIA NeMo Automodel",
         recognises=lambda config, names: _has_architecture(config, "LlamaEagle3") or "model.fc.weight" in names,
-        fields=(*_layer_fields(), *_drafter_fields(), *(Field(name, name) for name in LATENT_SIZES)),
         ignores_the_rest=True,
         layer_ids=((LAYER_IDS, COMPLETED_LAYER),),
-        prefixes=tuple((part, f"model.{part}") for part in ("layers.", "fc.", "fc_norm.", "norm.", "embed_tokens.")),
     ),
     Layout(
         name="mla",
@@ -146,9 +142,7 @@ _TABLE = (
         recognises=lambda config, names: (
             _has_architecture(config, "Eagle3Deepseek") or any("kv_a_proj_with_mqa" in name for name in names)
         ),
-        fields=(*_LATENT_FIELDS, *_drafter_fields()),
         layer_ids=((LAYER_IDS, HS_INDEX), (NESTED_LAYER_IDS, SGLANG_RULE)),
-        prefixes=_SGLANG_NAMES,
         lacks=frozenset({"grouped", "concatenated", "fc_bias", "biases", "shared_head_rows"}),
         architecture="Eagle3DeepseekV2ForCausalLM",
         constants={"model_type": "deepseek_v3", "tie_word_embeddings": False},
@@ -157,9 +151,7 @@ _TABLE = (
         name="speculators",
         title="Red Hat / speculators",
         recognises=lambda config, names: "speculators_model_type" in config or "speculators_config" in config,
-        fields=(*_layer_fields("transformer_layer_config."), *_drafter_fields(norm_before_residual=True)),
         layer_ids=((LAYER_IDS, HS_INDEX),),
-        prefixes=(),
         lacks=frozenset({"latent", "fc_bias", "widths", "shared_head", "shared_head_rows"}),
         architecture="Eagle3DraftModel",
         constants={
@@ -171,8 +163,10 @@ _TABLE = (
             ],
             "speculators_config.verifier": {"name_or_path": None, "architectures": []},
         },
+        first_layer="layers.0.",
         layer_config="transformer_layer_config.",
         target_model="speculators_config.verifier",
+        norm_before_residual=True,
         # Of the embedding: speculators 0.9.0 with transformers 5.19 leaves a missing one at zeros, unsaid.
         needs_target=True,
     ),
@@ -180,21 +174,13 @@ _TABLE = (
         name="torchspec",
         title="TorchSpec / lightseek",
         recognises=lambda config, names: "_torchspec_version" in config,
-        fields=(*_layer_fields(), *_drafter_fields()),
         layer_ids=((LAYER_IDS, COMPLETED_LAYER), (NESTED_LAYER_IDS, COMPLETED_LAYER)),
     ),
     Layout(
         name="modelopt",
         title="NVIDIA ModelOpt",
         recognises=lambda config, names: not _MODELOPT_MARKS.isdisjoint(config.get("eagle_config") or ()),
-        fields=(*_layer_fields(), *_drafter_fields(num_aux=False)),
         layer_ids=((NESTED_LAYER_IDS, SGLANG_RULE), (LAYER_IDS, HS_INDEX)),
-        prefixes=(
-            *_MIDLAYER,
-            ("layers.0.hidden_norm.", "hidden_norm."),
-            ("layers.0.input_layernorm.", "input_embeds_norm."),
-            ("lm_head.", "eagle_lm_head."),
-        ),
     ),
     Layout(
         name="specforge",
@@ -202,17 +188,13 @@ _TABLE = (
         recognises=lambda config, names: (
             _has_architecture(config, "LlamaForCausalLMEagle3") and "num_aux_hidden_states" not in config
         ),
-        fields=(*_layer_fields(), *_drafter_fields(num_aux=False)),
         layer_ids=((NESTED_LAYER_IDS, SGLANG_RULE), (LAYER_IDS, HS_INDEX)),
-        prefixes=_SGLANG_NAMES,
     ),
     Layout(
         name="plain",
         title="plain (SafeAILab, nebius, and what this package writes)",
         recognises=lambda config, names: True,
-        fields=(*_layer_fields(), *_drafter_fields(), Field("fc_bias", "bias", False)),
         layer_ids=((LAYER_IDS, HS_INDEX), (NESTED_LAYER_IDS, SGLANG_RULE)),
-        prefixes=_SGLANG_NAMES,
         lacks=frozenset({"latent", "qk_norm"}),  # the class both engines load it with has no query/key norms
         architecture="LlamaForCausalLMEagle3",
         constants={"model_type": "llama", "tie_word_embeddings": False},
@@ -301,28 +283,31 @@ def check_expressible(layout: Layout, config: Eagle31Config) -> None:
 
 # ---------------------------------------------------------------- tensor names
 
-_UNUSED = re.compile(r"^verifier_(norm|lm_head)\.|\.rotary_emb\.inv_freq$")
-_RENAMED = {"draft_id_to_target_id": "d2t"}  # as vLLM calls it in memory
+_NAMES: dict[str, str | None] = {
+    "midlayer.": "layers.0.",
+    "aux_norm_low.": "fc_norm.0.",  # SGLang's first names
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+    "hidden_norm.": "layers.0.hidden_norm.",  # ModelOpt
+    "input_embeds_norm.": "layers.0.input_layernorm.",
+    "eagle_lm_head.": "lm_head.",
+    "draft_id_to_target_id": "d2t",  # as vLLM calls it in memory
+    "verifier_norm.": None,  # copies of the target's, to train with
+    "verifier_lm_head.": None,
+}
 _SGLANG_EXTRA_LAYER = re.compile(r"^layers\.([1-9]\d*)\.hidden_norm\.")
 
 
-def canonical_name(layout: Layout, stored: str) -> str | None:
+def canonical_name(stored: str) -> str | None:
     """Our name for a stored tensor; `None` for one that takes no part in drafting (teacher copies, rope buffers)."""
-    if _UNUSED.search(stored):
-        return None
-    for ours, theirs in sorted(layout.prefixes, key=lambda pair: -len(pair[1])):
-        if stored.startswith(theirs):
-            stored = ours + stored.removeprefix(theirs)
-            break
-    stored = _RENAMED.get(stored, stored)
+    name = None if stored.endswith(".rotary_emb.inv_freq") else renamed(stored.removeprefix("model."), _NAMES)
     # SGLang calls the norm before attention `hidden_norm` in every layer; elsewhere only the first layer has one.
-    return _SGLANG_EXTRA_LAYER.sub(r"layers.\1.input_layernorm.", stored)
+    return name and _SGLANG_EXTRA_LAYER.sub(r"layers.\1.input_layernorm.", name)
 
 
 def stored_name(layout: Layout, canonical: str) -> str:
     """The name under which `layout` stores one of our tensors."""
-    first_layer = dict(layout.prefixes).get("layers.0.", "layers.0.")  # the others are read and not written
-    return re.sub(r"^layers\.0\.", first_layer, canonical)
+    return re.sub(r"^layers\.0\.", layout.first_layer, canonical)
 
 
 # ---------------------------------------------------------------- layer ids

@@ -26,12 +26,15 @@ from ..config import MtpConfig
 from ..errors import CheckpointFormatError
 from .files import (
     CONFIG_FILE,
+    FLOATS,
     INDEX_FILE,
     WEIGHTS_FILE,
     StoredTensors,
+    dtype_name,
     open_shards,
     read_index,
     read_json,
+    renamed,
     shard_paths,
     shown,
 )
@@ -89,8 +92,7 @@ class MtpFamily:
     """How one family of targets stores its head, and what the head computes.
 
     Attributes:
-        names: how stored names begin, and what they are here; `None`: a tensor that is not needed. The first beginning
-            that fits counts; without one a name is ours already.
+        names: how stored names begin, and what they are here, as `renamed` takes it.
         stored: pattern of the stored names, with `{layers}` of the target; group 1 is the name in the head.
         layer_types: kinds of the head's layers, or the name of the config field that says so: without that field, the
             kind of the target's first layer.
@@ -108,13 +110,6 @@ class MtpFamily:
         """What the stored names of a head's tensors look like in a target with this config.json."""
         layers = text_fields(raw_config).get("num_hidden_layers")
         return re.compile(self.stored.replace("{layers}", str(layers) if isinstance(layers, int) else "(?!)"))
-
-    def canonical(self, name: str) -> str | None:
-        """Our name of a tensor that the head calls so; `None`: it is not needed."""
-        for beginning, ours in self.names.items():
-            if name.startswith(beginning):
-                return None if ours is None else ours + name.removeprefix(beginning)
-        return name  # ours, or refused later as one that the network has no place for
 
 
 _QWEN_MOE_FIELDS = {"mlp_only_layers": [], "decoder_sparse_step": 1}
@@ -188,7 +183,7 @@ class StoredHead:
             raise CheckpointFormatError(
                 f"{self.folder / CONFIG_FILE} cannot be read by transformers: {error}"
             ) from error
-        return _head_config(self.family, target, self.stored.infos[self.names["fc.weight"]].dtype)
+        return _head_config(self.family, target, dtype_name(self.stored.headers[self.names["fc.weight"]]))
 
     def unpack(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by our names, as they are stored, to the head's: FP8 blocks with scales become bfloat16.
@@ -227,15 +222,15 @@ def find_head(folder: Path) -> StoredHead | None:
     raw_config = read_json(path)
     if raw_config.get("model_type") == MtpConfig.model_type:
         stored = open_shards([folder / WEIGHTS_FILE])
-        return StoredHead(folder, raw_config, None, stored, {name: name for name in stored.infos})
+        return StoredHead(folder, raw_config, None, stored, {name: name for name in stored.headers})
     family = family_of(raw_config)
     if family is None:
         return None
     pattern = family.pattern(raw_config)
     stored = open_shards(_files_with(folder, pattern))
-    inner_names = {name: match[1] for name in stored.infos if (match := pattern.fullmatch(name))}
-    names = {ours: name for name, inner in inner_names.items() if (ours := family.canonical(inner)) is not None}
-    stored = replace(stored, infos={name: stored.infos[name] for name in names.values()})
+    inner_names = {name: match[1] for name in stored.headers if (match := pattern.fullmatch(name))}
+    names = {ours: name for name, inner in inner_names.items() if (ours := renamed(inner, family.names)) is not None}
+    stored = replace(stored, headers={name: stored.headers[name] for name in names.values()})
     return StoredHead(folder, raw_config, family, stored, names) if names.keys() - {"norm.weight"} else None
 
 
@@ -291,12 +286,12 @@ def _unpack_blocks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             continue
         if name in scales:
             unpacked[name] = _scaled(tensor, scales[name])
-        elif tensor.is_floating_point() and tensor.element_size() > 1:
+        elif tensor.dtype in FLOATS:
             unpacked[name] = tensor
         else:
             raise CheckpointFormatError(
-                f"the MTP head's {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, packed in a way that "
-                "is not read here; take the head from the unpacked model: pass that folder or Hub id as the drafter"
+                f"the MTP head's {name} is stored as {dtype_name(tensor)}, packed in a way that is not read here; "
+                "take the head from the unpacked model: pass that folder or Hub id as the drafter"
             )
     return unpacked
 
