@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -35,21 +34,20 @@ class Acceptance:
     """Counts of drafts, over some rounds or over some calls.
 
     A *round* is one verification pass of one row; the prefill pass is not a round. Position `i` (0-based) is the
-    `i`-th draft token after the root on the path that was accepted.
+    `i`-th draft token after the root on the path that was accepted. Of a draft in which a text ended only the tokens
+    that were written count, the last of which is the pass's own.
 
     Attributes:
         rounds: verification passes, summed over rows.
         drafted: draft tokens sent to verification (tree nodes without the root), summed over rounds.
-        accepted: draft tokens accepted, summed over rounds.
-        drafted_at, reached_at, accepted_at: per position, rounds whose draft went so deep, those of them that had
-            accepted all before it, and those that accepted it too.
+        accepted: draft tokens that were written beside each pass's own token, summed over rounds.
+        drafted_at, accepted_at: per position, rounds whose draft went so deep, and those that accepted it.
     """
 
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     drafted_at: list[int] = field(default_factory=list)
-    reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
     @classmethod
@@ -63,56 +61,45 @@ class Acceptance:
             return [sum(each[i] for each in lists if i < len(each)) for i in range(deepest)]
 
         rounds, drafted, accepted = (sum(getattr(p, n) for p in parts) for n in ("rounds", "drafted", "accepted"))
-        return Acceptance(rounds, drafted, accepted, total("drafted_at"), total("reached_at"), total("accepted_at"))
+        return Acceptance(rounds, drafted, accepted, total("drafted_at"), total("accepted_at"))
 
-    def count(self, *, depth: int, nodes: int, accepted: Sequence[int]) -> None:
-        """One round: `depth` deepest draft position, `nodes` draft tokens per row, `accepted` per live row."""
+    def count(self, *, depth: int, nodes: int, accepted: Sequence[int], written: Sequence[int] | None = None) -> None:
+        """One round: `depth` deepest draft position, `nodes` draft tokens per row, `accepted` per live row.
+
+        Args:
+            written: tokens that each live row got; fewer than it accepted where its text ended. Default: one more.
+        """
         missing = depth - len(self.drafted_at)
-        if missing > 0:
-            for counts in (self.drafted_at, self.reached_at, self.accepted_at):
-                counts.extend([0] * missing)
-        for count in accepted:
+        for counts in (self.drafted_at, self.accepted_at):
+            counts.extend([0] * missing)
+        for count, tokens in zip(accepted, written or [count + 1 for count in accepted], strict=True):
             self.rounds += 1
             self.drafted += nodes
-            self.accepted += count
-            for position in range(depth):
+            self.accepted += max(tokens - 1, 0)
+            for position in range(depth if tokens > count else tokens):
                 self.drafted_at[position] += 1
-                self.reached_at[position] += position <= count
                 self.accepted_at[position] += position < count
 
     @property
+    def by_passes(self) -> int:
+        """Tokens that verification passes wrote: all of a text but its first, which follows the prefill."""
+        return self.accepted + self.rounds
+
+    @property
     def acceptance_length(self) -> float:
-        """Mean tokens per verification pass, bonus token included; 0.0 before the first round."""
-        return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+        """Mean tokens per verification pass, its own included; 0.0 before the first round."""
+        return self.by_passes / self.rounds if self.rounds else 0.0
 
     @property
     def cumulative_acceptance(self) -> list[float]:
         """Share of the rounds that drafted position `i` in which it was accepted."""
         return [a / d for a, d in zip(self.accepted_at, self.drafted_at, strict=True) if d]
 
-    @property
-    def conditional_acceptance(self) -> list[float]:
-        """Share of the rounds that accepted position `i-1` in which position `i` was accepted too."""
-        return [a / r if r else 0.0 for a, r in zip(self.accepted_at, self.reached_at, strict=True)]
-
-    @property
-    def standard_error(self) -> float:
-        """Of the acceptance length of chains, taking rounds as independent."""
-        if not self.rounds:
-            return 0.0
-        reached = [accepted / self.rounds for accepted in self.accepted_at]  # chance that i or more are accepted
-        mean = sum(reached)
-        mean_square = sum((2 * i + 1) * share for i, share in enumerate(reached))
-        return math.sqrt(max(0.0, mean_square - mean**2) / self.rounds)
-
 
 @dataclass(repr=False)
 class SpeculationStats(Acceptance):
     """Figures of one `generate` call, drafts of every source counted together. Printed, they are three lines, or one
     where no drafts were taken.
-
-    A draft token counts as accepted when the target agreed with it, also where the text ended before it: the figures
-    judge the drafter, `new_tokens` what was written.
 
     Attributes:
         loop: `"own"` or `"plain"`; `reason` says why it is not the first choice (empty if it is).
@@ -153,16 +140,15 @@ class SpeculationStats(Acceptance):
         """Seconds until the first token was there; `None` where it was not noted."""
         return self.arrivals[0][0] if self.arrivals else None
 
-    def record_round(self, *, depth: int, nodes: int, accepted: Sequence[int], looked_up: bool = False) -> None:
-        """Count one pass: `depth` deepest draft position, `nodes` draft tokens per row, `accepted` per live row."""
+    def record_round(self, *, looked_up: bool = False, **counts: Any) -> None:
+        """Count one pass; arguments as of `count`."""
         self.passes += 1
-        self.count(depth=depth, nodes=nodes, accepted=accepted)
-        if looked_up:
-            self.looked_up.count(depth=depth, nodes=nodes, accepted=accepted)
+        for figures in (self, self.looked_up) if looked_up else (self,):
+            figures.count(**counts)
 
     def note_draft(self, what: str, why: str) -> None:
         """Add to `events`."""
-        self.events.append(DraftEvent(self.accepted + self.rounds, what, why))
+        self.events.append(DraftEvent(self.by_passes, what, why))
 
     def fall_back(self, reason: str) -> None:
         """Note a step down, once."""
@@ -171,7 +157,7 @@ class SpeculationStats(Acceptance):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, derived figures included, as JSON-ready values."""
-        derived = ("first_token_s", "acceptance_length", "cumulative_acceptance", "conditional_acceptance")
+        derived = ("first_token_s", "acceptance_length", "cumulative_acceptance")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def __repr__(self) -> str:
@@ -180,10 +166,11 @@ class SpeculationStats(Acceptance):
         return "\n".join((self._speed_line(), self._sources_line(), self._rests_line()))
 
     def _speed_line(self) -> str:
-        rows = " and row" if self.rounds > self.passes else ""
+        rows, of_rows = (" and row", " of a row") if self.rounds > self.passes else ("", "")
         why = f": {self.reason}" if self.reason else ""
         cache = "" if self.cache_type == "full" else f", over {self.cache_type} keys and values"
-        return f"{self.acceptance_length:.2f} tokens a pass{rows} ({self.new_tokens} tokens{cache}){why}"
+        tokens = f"{self.new_tokens} tokens, {self.by_passes} of them in {self.rounds} passes{of_rows}"
+        return f"{self.acceptance_length:.2f} tokens a pass{rows} ({tokens}{cache}){why}"
 
     def _sources_line(self) -> str:
         found = self.looked_up

@@ -195,9 +195,8 @@ def test_oracle_reaches_every_number_of_accepted_tokens() -> None:
         for seed, inputs in enumerate(batches("llama")[:8]):
             assert_plain("llama", inputs, loop, oracle=seed, settings={"num_assistant_tokens": 4})
             stats = stats_of("llama")
-            reached = torch.tensor([*stats.reached_at, stats.accepted_at[-1]])
-            accepted = torch.tensor([*stats.accepted_at, 0])
-            ended[: len(reached)] += reached - accepted
+            reached = torch.tensor([stats.rounds, *stats.accepted_at, 0])
+            ended[: len(reached) - 1] += reached[:-1] - reached[1:]
         assert ended.min() > 0, f"{loop}: {ended.tolist()}"
 
 

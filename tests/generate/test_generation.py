@@ -110,5 +110,6 @@ def test_demo_drafters_reach_the_figures_of_their_cards(which: str, name: str) -
             rounds, accepted = rounds + stats.rounds, accepted + stats.accepted
             per_position += torch.tensor([stats.accepted_at, stats.drafted_at])
     length, positions = FIGURES[which, name]
-    assert (accepted + rounds) / rounds == pytest.approx(length, rel=0.01)
+    # The cards of that day counted drafts behind a text's end, too.
+    assert 0.975 * length < (accepted + rounds) / rounds < 1.005 * length
     assert (per_position[0] / per_position[1]).tolist() == pytest.approx(positions, abs=0.02)

@@ -153,7 +153,7 @@ def test_graphs_draft_and_accept_what_eager_rounds_do(family: str, way: str, unc
             )
             assert drafter.stats.fallbacks == []
             rounds.append(list(drafted))
-            accepted.append((drafter.stats.accepted_at, drafter.stats.reached_at))
+            accepted.append((drafter.stats.accepted_at, drafter.stats.drafted_at))
         assert accepted[0] == accepted[1]
         compared = 0
         for (stepwise, live), (whole, also_live) in zip(*rounds, strict=True):

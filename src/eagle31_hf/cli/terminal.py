@@ -66,7 +66,7 @@ def stats_line(stats: SpeculationStats) -> Text:
     """Acceptance of one text in a line."""
     positions = " ".join(f"{value:.2f}" for value in stats.cumulative_acceptance)
     return Text(
-        f"{count(stats.new_tokens, 'token')} in {count(stats.rounds, 'round')}, acceptance length "
-        f"{stats.acceptance_length:.2f}, accepted by position [{positions}]",
+        f"{count(stats.new_tokens, 'token')}, {stats.by_passes} of them in {stats.rounds} passes, "
+        f"acceptance length {stats.acceptance_length:.2f}, accepted by position [{positions}]",
         style="dim",
     )

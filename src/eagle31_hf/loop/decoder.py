@@ -310,7 +310,7 @@ class SpeculativeDecoder:
         self._collect_scores(accepted, verified.logits, batch)
         written = self._write(accepted.tokens, batch)
         self.stage = Stage.COMMIT
-        self.round.record(self.request.policy, tree, batch, accepted)
+        self.round.record(self.request.policy, tree, batch, accepted, written)
         staying = self.unfinished_rows()
         if staying or self.request.carried is not None:
             self.round.commit(accepted, verified, written)

@@ -211,12 +211,20 @@ class Round:
             else:
                 session.absorb(*absorbed(tokens, aux))
 
-    def record(self, policy: DraftPolicy, tree: DraftTree, batch: RoundBatch, accepted: Accepted) -> None:
-        """Count the round, and tell the policy what became of its plan."""
+    def record(
+        self,
+        policy: DraftPolicy,
+        tree: DraftTree,
+        batch: RoundBatch,
+        accepted: Accepted,
+        written: Sequence[Sequence[int]],
+    ) -> None:
+        """Count the round, and tell the policy what became of its plan; `written` as of `commit`."""
         stats, plan, depth = self.choosing.stats, batch.plan, tree.max_depth
         counts = [len(accepted.paths[b]) - 1 for b in batch.live]
         looked_up = plan is not None and plan.tokens is not None
-        stats.record_round(depth=depth, nodes=tree.size - 1, accepted=counts, looked_up=looked_up)
+        kept = [len(written[b]) for b in batch.live]
+        stats.record_round(depth=depth, nodes=tree.size - 1, accepted=counts, written=kept, looked_up=looked_up)
         if plan is not None:
             stats.skipped_rounds += not plan.shape.depth
             policy.record(plan, depth, [batch.rows[b] for b in batch.live], counts, self.clock.round_s)

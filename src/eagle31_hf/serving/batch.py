@@ -237,7 +237,7 @@ class Batch:
         events = [self._write(*each) for each in chosen]
         kept = [list(event.tokens) or [0] for event in events]  # a row that fails leaves, whatever it holds
         self.rounds.commit(accepted, verified, kept)
-        self.rounds.record(self.planner, tree, batch, accepted)
+        self.rounds.record(self.planner, tree, batch, accepted, kept)
         self.stats.new_tokens += sum(len(event.tokens) for event in events)
         brought = list(zip(list(self.texts), events, strict=True))
         for text, event in brought:
@@ -293,7 +293,7 @@ class Batch:
         if not self._rows.checks and bool(logits[path].isnan().any()):
             fails, emitted = True, emitted[-1:]
         count, shown = text.writer.append(emitted[:-1] if fails else emitted)
-        usage, accepted = text.usage, min(count, len(path) - 1)
+        usage, accepted = text.usage, max(count - 1, 0)
         text.usage = replace(
             usage, completion_tokens=usage.completion_tokens + count, accepted=usage.accepted + accepted
         )

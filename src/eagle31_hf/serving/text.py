@@ -88,7 +88,7 @@ class Usage:
     Attributes:
         cached_tokens: of the prompt, those that did not have to be read again.
         completion_tokens: written, an end-of-sequence token included.
-        drafted, accepted: draft tokens verified for this text, and those that the target agreed with.
+        drafted, accepted: draft tokens verified for this text, and those written beside the target's own.
         rounds: verification passes this text took part in.
     """
 

@@ -206,7 +206,7 @@ def _rounds(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth:
     drafted_at = chains.inside[roots].sum(0).tolist()
     accepted_at = (chains.kept[roots][:, None] > torch.arange(depth)).sum(0).tolist()
     accepted = known.num_rounds_tokens - len(roots)
-    return TextRounds(len(roots), sum(drafted_at), accepted, drafted_at, [], accepted_at, known.category)
+    return TextRounds(len(roots), sum(drafted_at), accepted, drafted_at, accepted_at, known.category)
 
 
 @dataclass(frozen=True)
