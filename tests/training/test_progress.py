@@ -12,20 +12,13 @@ from eagle31_hf.errors import TrainingError
 from eagle31_hf.training.progress import Counting, LiveProgress
 
 
-def test_a_log_gets_a_line_at_the_end_and_one_of_what_was_kept() -> None:
+def test_a_log_gets_a_line_at_the_end() -> None:
     log = io.StringIO()
     with Counting(Console(file=log), "the target writes", 10) as counting:
         for count in (4, 3, 3):
             counting.advance(count)
     (line,) = log.getvalue().splitlines()
     assert line.startswith("the target writes: 10 of 10 in")
-    with Counting(Console(file=log), "training", 10, resumes=True) as counting:
-        for count in (4, 6):
-            counting.advance(count)
-    assert log.getvalue().splitlines()[1:-1] == ["training: 4 of 10, kept from an earlier run"]
-    with Counting(Console(file=log), "answers", 3, resumes=True) as counting:
-        counting.advance(3)
-    assert log.getvalue().splitlines()[3:] == ["answers: 3 of 3, kept from an earlier run"], "nothing was done"
 
 
 def test_the_bar_moves_while_no_text_has_ended() -> None:

@@ -26,7 +26,7 @@ from eagle31_hf.training.writing import KeptLines
 
 PLAN = TrainingPlan(
     rows=10, tokens=4000, supervised_tokens=4000, coverage=1.0, rows_per_step=2, steps=30, step_s=2.0, measurements=3,
-    measurement_s=50.0, prompts=64, disk_bytes=0, training_bytes=0,
+    measurement_s=50.0, prompts=64, disk_bytes=0,
 )  # fmt: skip
 
 

@@ -42,12 +42,11 @@ class Counting:
 
     Args:
         title: what is done, as in "the target writes answers".
-        total: how much there is to do.
-        resumes: whether the first count is what an earlier run had done.
+        total: how much there is to do, what an earlier run has done included.
     """
 
-    def __init__(self, console: Console, title: str, total: int, *, resumes: bool = False):
-        self._console, self._title, self._total, self._resumes = console, title, total, resumes
+    def __init__(self, console: Console, title: str, total: int):
+        self._console, self._title, self._total = console, title, total
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(table_column=Column(min_width=6, max_width=24)),
@@ -60,20 +59,16 @@ class Counting:
         )
         self._task = self.bar.add_task(title, total=total, note=f"0 of {total:,}")
         self._started_at = self._said_at = time.monotonic()
-        self._ended, self._kept, self.figures = 0, -1, ""
+        self._ended, self.figures = 0, ""
 
     def advance(self, ended: int, underway: float = 0.0) -> None:
         """So many more have ended; `underway` is how much of the others is done, so that the bar moves meanwhile."""
         self._ended += ended
         done = max(self._ended + underway, self.bar.tasks[0].completed)
         self.bar.update(self._task, completed=done, note=self._so_far())
-        if self._resumes and ended:
-            self._kept = ended
-            self._say(f"{self._so_far()}, kept from an earlier run")
-        elif time.monotonic() - self._said_at >= LINE_EVERY_S:
+        if time.monotonic() - self._said_at >= LINE_EVERY_S:
             seconds = self.bar.tasks[0].time_remaining
             self._say(self._so_far() + ("" if seconds is None else f", {seconds / 60:.0f} minutes left"))
-        self._resumes = False
 
     def __enter__(self) -> Counting:
         self.bar.start()
@@ -84,7 +79,7 @@ class Counting:
         minutes = (time.monotonic() - self._started_at) / 60
         if kind is not None:
             say(self._console, f"{self._title}: stopped at {self._so_far()}")
-        elif self._ended != self._kept:
+        else:
             self._say(f"{self._so_far()} in {minutes:.1f} minutes")
 
     def _so_far(self) -> str:

@@ -53,7 +53,6 @@ class TrainingPlan:
     measurement_s: float  # seconds of one, from one text of it
     prompts: int  # that acceptance is measured on
     disk_bytes: int  # checkpoints at their most
-    training_bytes: int  # memory beside the target: weights, gradients, optimiser, activations of one batch
 
     @property
     def total_s(self) -> float:
@@ -74,28 +73,9 @@ class TrainingPlan:
                 f"steps     {self.steps:,} at {self.step_s:.2f} s",
                 f"measured  {self.measurements} x {prompts}, about {self.measurement_s:.2g} s each",
                 f"time      {self.total_s / 60:.1f} minutes",
-                f"memory    {size_text(self.training_bytes)} beside the target",
                 f"disk      {size_text(self.disk_bytes)}",
             )
         )
-
-
-def training_bytes(model: DistillationModel, batch_tokens: int) -> int:
-    """Memory beside the target: float32 weights, gradients and two optimiser moments, and activations of one batch."""
-    config, steps = model.drafter.config, model.steps
-    parameters = sum(p.numel() for p in model.drafter.parameters() if p.requires_grad)
-    per_token = 4 * (  # float32 at its most
-        2 * config.draft_vocab_size * (1 if model.gradient_checkpointing else steps)  # type: ignore[operator]
-        + config.draft_vocab_size  # type: ignore[operator]
-        + steps * (12 * config.hidden_size + 3 * config.intermediate_size)
-        + config.num_aux_hidden_states * config.target_hidden_size  # type: ignore[operator]
-    )
-    return 16 * parameters + per_token * batch_tokens
-
-
-def checkpoint_bytes(drafter: Eagle31Drafter, kept: int) -> int:
-    """Disk for `kept` checkpoints: float32 weights and two moments each."""
-    return 12 * kept * sum(p.numel() for p in drafter.parameters())
 
 
 def time_step(model: DistillationModel, rows: list[dict[str, Tensor]], *, bf16: bool) -> float:
@@ -148,7 +128,7 @@ class StageResult:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready figures."""
         acceptance = {
-            category: asdict(counts) | {"depth": len(counts.drafted_at), "acceptance_length": counts.acceptance_length}
+            category: asdict(counts) | {"acceptance_length": counts.acceptance_length}
             for category, counts in self.acceptance.items()
         }
         return asdict(self) | {"acceptance": acceptance}

@@ -49,7 +49,6 @@ from .report import (
     StageResult,
     TrainingPlan,
     TrainingReport,
-    checkpoint_bytes,
     differences,
     learning_curve,
     make_record,
@@ -57,7 +56,6 @@ from .report import (
     recipe_of,
     time_measurement,
     time_step,
-    training_bytes,
 )
 from .self_prompts import self_prompt_count, write_prompts
 from .settings import TrainingSettings
@@ -237,7 +235,7 @@ class Run:
         share = len(self._share(range(number)))
         path = data_file(settings.out, "prompts", self.rank)
         seed = settings.seed * self.processes.num_processes + self.rank
-        with Counting(self.console, "the target writes prompts", share, resumes=True) as counting:
+        with Counting(self.console, "the target writes prompts", share) as counting:
             mine = write_prompts(
                 self.target, self.tokenizer, path, share, write_rows=settings.write_rows, seed=seed,
                 on_progress=counting.advance,
@@ -250,7 +248,7 @@ class Run:
             return list(conversations)
         path = data_file(settings.out, "conversations", self.rank)
         mine = self._share(conversations)
-        with Counting(self.console, "the target writes answers", len(mine), resumes=True) as counting:
+        with Counting(self.console, "the target writes answers", len(mine)) as counting:
             written = regenerate(
                 mine, self.target, self.tokenizer, path, settings,
                 say=partial(say, self.console), on_progress=counting.advance,
@@ -297,7 +295,7 @@ class Run:
             counts: how often each token is learned, `(V,)`.
         """
         settings = self.settings
-        disk = checkpoint_bytes(model.drafter, KEPT_CHECKPOINTS)
+        disk = 12 * KEPT_CHECKPOINTS * sum(each.numel() for each in model.parameters())  # float32, and two moments
         require_disk(settings.out, disk, f"keeping {KEPT_CHECKPOINTS} checkpoints")
         batch = [dataset[index % len(dataset)] for index in range(settings.batch_rows)]
         plan = TrainingPlan(
@@ -312,7 +310,6 @@ class Run:
             measurement_s=time_measurement(model.drafter, known),
             prompts=prompts,
             disk_bytes=disk,
-            training_bytes=training_bytes(model, settings.batch_rows * settings.max_length),
         )
         return self._with_steps(plan, self._steps_in_time(plan) if steps is None else steps)
 
@@ -353,7 +350,7 @@ class Run:
         self, model: DistillationModel, dataset: PackedDocuments, known: list[KnownTexts], plan: TrainingPlan
     ) -> StageResult:
         """Train from where an earlier run was left."""
-        counting = Counting(self.console, "training", plan.steps, resumes=True)
+        counting = Counting(self.console, "training", plan.steps)
         patience = EarlyStoppingCallback(early_stopping_patience=PATIENCE)
         callbacks = [LiveProgress(self.console, counting), self.stop, patience]
         trainer = DistillationTrainer(
