@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from eagle31_hf.training.report import (
     StageResult,
     TrainingPlan,
     TrainingReport,
-    command_line,
     learning_curve,
 )
 from eagle31_hf.training.settings import TrainingSettings
@@ -112,20 +110,6 @@ def test_the_plans_minutes_hold_the_measurements() -> None:
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
-
-
-def test_the_command_runs_as_it_stands_where_target_and_texts_have_these_names(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.touch()
-    told = TrainingSettings(
-        target=str(tmp_path), target_id="owner/target", prompts=("self:50", str(rows)), out=tmp_path / "out",
-        resume=True, device="cpu", temperature=(0.0, 0.7), gradient_checkpointing=True,
-    )  # fmt: skip
-    resolved = replace(told, max_new_tokens=1, max_length=1, eval_steps=1)
-    line = "eagle31 train owner/target --prompts self:50 --prompts rows.jsonl --temperature 0.0 --temperature 0.7"
-    assert command_line(resolved, told) == f"{line} --gradient-checkpointing --out drafter"
-    nameless = replace(resolved, target_id=None)
-    assert f"train {tmp_path.name} " in command_line(nameless, replace(told, target_id=None))
 
 
 def test_the_learning_curve_is_what_was_measured_by_step_and_tokens() -> None:

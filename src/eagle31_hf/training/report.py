@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -216,14 +215,11 @@ def differences(before: dict[str, str], now: dict[str, str]) -> str:
     return ", ".join(f"{flag(name)} {now.get(name, 'none')} instead of {before.get(name, 'none')}" for name in names)
 
 
-def make_record(
-    report: TrainingReport, settings: TrainingSettings, given: TrainingSettings, recipes: Recipes
-) -> dict[str, Any]:
+def make_record(report: TrainingReport, settings: TrainingSettings, recipes: Recipes) -> dict[str, Any]:
     """Facts and figures.
 
     Args:
         settings: resolved.
-        given: those the run was given, before what was left open was filled.
         recipes: of the run's steps.
     """
     changed = [
@@ -233,7 +229,6 @@ def make_record(
         "target": settings.target_id or published_name(settings.target),
         "license": settings.license,
         "data": [published_name(source) for source in settings.prompts],
-        "command": command_line(settings, given),
         "recipe": recipes[-1][1],
         "changed": changed,
         "conditions": (
@@ -248,18 +243,3 @@ def make_record(
 def published_name(name: str) -> str:
     """A Hub id, or of a local file or folder its last part."""
     return Path(name).resolve().name if Path(name).expanduser().exists() else name
-
-
-def command_line(settings: TrainingSettings, given: TrainingSettings) -> str:
-    """The command that makes the drafter, with the names others know target and texts by."""
-    words = ["eagle31", "train", settings.target_id or published_name(settings.target)]
-    for field in dataclasses.fields(given):
-        value = getattr(given, field.name)
-        if field.name in ("target", "target_id", *_OF_THIS_MACHINE) or value == field.default:
-            continue
-        if value is True:
-            words.append(flag(field.name))
-            continue
-        for item in value if isinstance(value, tuple) else (value,):
-            words += [flag(field.name), published_name(item) if isinstance(item, str) else str(item)]
-    return shlex.join([*words, "--out", "drafter"])

@@ -124,7 +124,7 @@ class Run:
         console: Console,
         stop: StopRequest,
     ):
-        self.given, self.settings = given, resolve(given, target)
+        self.settings = resolve(given, target)
         self.target, self.tokenizer, self.console, self.stop = target, tokenizer, console, stop
         self.stage = f"stage{given.stage}"
         self.folder = given.out / self.stage
@@ -405,7 +405,7 @@ class Run:
         drafter.eval().to(precision_of_result(settings, self.target))  # type: ignore[call-arg]
         drafter.name_target(settings.target_id or settings.target)
         drafter.save_pretrained(out)
-        record = make_record(report, settings, self.given, self.recipes)
+        record = make_record(report, settings, self.recipes)
         (out / RECORD_FILE).write_text(json.dumps(record, indent=2), encoding="utf-8")
         (out / CARD_FILE).write_text(fill_card(out, Path(out).resolve().name), encoding="utf-8")
 
