@@ -7,6 +7,7 @@ import logging
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx2
@@ -89,6 +90,22 @@ def test_a_text_that_does_not_end_within_the_grace_is_told_so_by_a_clean_last_ev
     assert "shut down" in error["message"]
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert told == [1], "who stops a server is told what it waits for"
+
+
+def test_what_is_asked_while_a_server_stops_is_told_so_as_is_an_answer_that_is_not_finished(pair):
+    with serving(pair, stopping={"grace_s": 1.0}) as made, ThreadPoolExecutor() as pool:
+        slow_down(made.engine)
+        asked = {"json": {"messages": MESSAGES, "ignore_eos": True}, "timeout": 60}
+        unfinished = pool.submit(httpx2.post, f"{made.url}/v1/chat/completions", **asked)
+        wait_until(lambda: made.engine.batch.texts)
+        made.server.handle_exit(signal.SIGINT, None)
+        wait_until(lambda: not made.engine.is_alive)
+        late = httpx2.post(f"{made.url}/v1/chat/completions", **asked)
+        assert httpx2.get(f"{made.url}/health").status_code == 503
+        for told, says in ((late, "takes no new requests"), (unfinished.result(), "before this text was finished")):
+            assert (told.status_code, told.json()["error"]["code"]) == (503, "shutting_down")
+            assert says in told.json()["error"]["message"]
+            assert told.headers["retry-after"] == "30"
 
 
 def slow_down(engine):

@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from ..errors import ConfigurationError, Eagle31Error, UnsupportedGenerationError
 from .answers import AnswerWriter, timings_of, writer_of
 from .api import Translator
-from .api_errors import ApiError
+from .api_errors import ApiError, ShuttingDownError
 from .bodies import AnyBody, ChatBody, CompletionBody, parse, parse_json
 from .engine import Engine
 from .metrics import ServerMetrics
@@ -37,7 +37,7 @@ MAX_BODY_BYTES = 8 * 2**20
 MOST_NAMED, MOST_REMEMBERED = 64, 1000
 """Ignored fields that a header or a line names, and that a server remembers having named."""
 
-TELLING_S = 5.0
+TELLING_S = 5
 """What connections get to be told how their text ended, once none is written any more."""
 
 logger = logging.getLogger("eagle31_hf.requests")
@@ -46,9 +46,8 @@ logger = logging.getLogger("eagle31_hf.requests")
 class HttpServer(uvicorn.Server):
     """uvicorn around the application: stopped, it lets running texts end, and tells those that cannot.
 
-    uvicorn waits for connections before it ends an application, so the engine would hear of the end only after streams
-    had been torn off. Here it hears of it first. A second signal leaves running texts no time, a third waits for no
-    connection either.
+    Until they have, it listens on: what is asked meanwhile is told that the server stops. A second signal leaves
+    running texts no time, a third waits for no connection either.
 
     Args:
         grace_s: what running texts get to end in.
@@ -65,7 +64,7 @@ class HttpServer(uvicorn.Server):
         on_stop: Callable[[int], None] = lambda running: None,
     ):
         config = uvicorn.Config(app, port=port, lifespan="off", log_level="warning", access_log=False)
-        config.timeout_graceful_shutdown = int(grace_s + TELLING_S) + 1
+        config.timeout_graceful_shutdown = TELLING_S
         super().__init__(config)
         self._engine, self._grace_s, self._on_stop = engine, grace_s, on_stop
 
@@ -77,11 +76,10 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, let texts end within their grace, cancel the rest, close."""
+        """Let texts end within their grace, cancel the rest, stop listening, close."""
         self._on_stop(len(self._engine.scheduler.texts))
-        closing = asyncio.create_task(asyncio.to_thread(self._engine.close, self._grace_s))
+        await asyncio.to_thread(self._engine.close, self._grace_s)
         await super().shutdown(sockets)
-        await closing
 
 
 def make_app(engine: Engine, *, model: str, api_key: str | None = None, allow_origins: Sequence[str] = ()) -> FastAPI:
@@ -190,6 +188,8 @@ class _Server:
     async def _pieces(self, run: _Run, writer: AnswerWriter) -> AsyncIterator[list[dict[str, Any]]]:
         """What each event adds to a stream."""
         async for index, event in run.events():
+            if event.finish == "shutdown":
+                raise ShuttingDownError(event.error)
             if event.error:
                 raise ApiError(event.error, status=500, code="engine_error")
             if event.prompt_logprobs is None:

@@ -22,7 +22,7 @@ from ..errors import UnsupportedGenerationError
 from ..loop.pair import Pair
 from ..sampling.logits_processing import end_ids
 from ..texts.answer_forms import form_of
-from .api_errors import ApiError, TooLongError
+from .api_errors import ShuttingDownError, TooLongError
 from .batch import Batch
 from .rows import ServedText, unfollowed
 from .scheduler import Scheduler
@@ -84,8 +84,7 @@ class Engine:
         text = ServedText(request, on_event)
         with self._work:
             if not self._accepts:
-                message, wait = "the server is shutting down and takes no new requests", {"Retry-After": "30"}
-                raise ApiError(message, status=503, code="shutting_down", headers=wait)
+                raise ShuttingDownError("the server is shutting down and takes no new requests")
             self.scheduler.submit(text)
             self._work.notify()
         return text

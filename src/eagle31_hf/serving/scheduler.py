@@ -145,7 +145,7 @@ class Scheduler:
     def stop(self, why: str) -> None:
         """End all texts; the last that is asked for."""
         for text in self.texts:
-            self._tell(text, Event(finish="error", error=why))
+            self._tell(text, Event(finish="shutdown", error=why))
 
     def _tell(self, text: ServedText, event: Event) -> None:
         if event.finish is not None:

@@ -114,8 +114,9 @@ class Event:
     Attributes:
         text: new characters; what may turn out to be the beginning of a stop string is held back.
         tokens: new ids; the last of a round is the target's own, those before it were drafted and accepted.
-        finish: `"stop"` (end of sequence or a stop string), `"length"`, `"cancelled"` or `"error"`; `None`: it goes on.
-        error: what went wrong, with `finish` `"error"`.
+        finish: `"stop"` (end of sequence or a stop string), `"length"`, `"cancelled"`, `"error"` or `"shutdown"`;
+            `None`: it goes on.
+        error: what went wrong, with `finish` `"error"` or `"shutdown"`.
         prompt_logprobs: of the prompt's tokens but for its first, if asked for; told once, before any token.
     """
 
