@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from eagle31_hf.serving.api_errors import ApiError
+from eagle31_hf.serving.bodies import ChatBody, parse, parse_json
 from loopback import HTTP, MESSAGES, MODEL, chat, serving
 
 TOO_LONG = "this model's maximum context length is 512 tokens"
@@ -25,15 +27,16 @@ BANANA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "wizard"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "text"),
         ({"temperature": 3}, 400, "temperature: got 3; wanted at most 2.0"),
-        ({"temperature": "0.5"}, 400, "temperature: got '0.5'; wanted a number"),
-        ({"max_tokens": True}, 400, "max_tokens: got True; wanted a number"),
+        ({"temperature": "0.5"}, 400, 'temperature: got "0.5"; wanted a number'),
+        ({"max_tokens": True}, 400, "max_tokens: got true; wanted a number"),
         ({"n": 1000}, 400, "n:"),
+        ({"max_tokens": 7, "max_completion_tokens": 8}, 400, "got max_tokens 7 and max_completion_tokens 8; pass one"),
         ({"max_tokens": 0}, 400, "max_tokens: got 0; wanted at least 1, or -1 for no limit"),
         ({"top_logprobs": 2}, 400, "logprobs"),
         ({"stop": ["a"] * 99}, 400, "wanted at most 16 of them"),
-        ({"stop": [""]}, 400, "stop[0]: got ''; wanted some text"),
-        ({"stop": 5}, 400, "stop: got 5; wanted a text or a list"),
-        ({"tool_choice": "perhaps", "tools": [TOOL]}, 400, "wanted 'none', 'auto' or 'required' or an object"),
+        ({"stop": [""]}, 400, 'stop[0]: got ""; wanted some text'),
+        ({"stop": 5}, 400, "stop: got 5; wanted a string or an array"),
+        ({"tool_choice": "perhaps", "tools": [TOOL]}, 400, 'wanted "none", "auto" or "required" or an object'),
         ({"tool_choice": "required"}, 400, "without tools"),
         ({"tools": [TOOL]}, 400, "template has no place for tools"),
         ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
@@ -49,7 +52,7 @@ BANANA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
         ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
         ({"response_format": BANANA}, 400, "banana"),
         ({"structured_outputs": {"json": {"type": "object"}, "regex": "a"}}, 400, "json and structured_outputs.regex"),
-        ({"structured_outputs": {"json": "{"}}, 400, "structured_outputs.json: got '{'; EOF"),
+        ({"structured_outputs": {"json": "{"}}, 400, 'structured_outputs.json: got "{"; EOF'),
         ({"structured_outputs": {"regex": "("}}, 400, "regex: this regular expression cannot be followed"),
         ({"structured_outputs": {"grammar": "start: missing"}}, 400, "grammar: this grammar cannot be followed"),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, 400, "GBNF went in 0.2.0: write the grammar in Lark's"),
@@ -69,6 +72,7 @@ def test_bad_input_is_told_what_is_wrong_and_the_server_goes_on(served, client, 
     message = told.json()["error"]["message"]
     assert says in message, message
     assert not re.search("Input should|Value error|validation", message), "words of pydantic"
+    assert not re.search(r"\b(True|None|str|list|dict)\b", message), "words of Python"
     assert chat(client, max_tokens=2).choices[0].message.content
 
 
@@ -84,7 +88,7 @@ def test_bad_input_is_told_what_is_wrong_and_the_server_goes_on(served, client, 
         (b'{"tools": [{"\\ud83d": 1}]}', "application/json", 400, "invalid_json"),
         (b'{"\\ud83d": 1}', "application/json", 400, "invalid_json"),
         (b"{}", "text/plain", 415, "unsupported_media_type"),
-        (b"{}", "application/json", 400, "invalid_type"),
+        (b"{}", "application/json", 400, "missing_required_parameter"),
         (b" " * (9 * 2**20), "application/json", 413, "body_too_large"),
     ],
 )
@@ -93,6 +97,33 @@ def test_bodies_that_are_no_request_get_an_error_in_openais_shape(served, body, 
     assert told.status_code == status
     assert set(told.json()["error"]) == {"message", "type", "param", "code"}
     assert told.json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"max_tokens": True}, "invalid_type"),
+        ({"max_tokens": 0}, "integer_below_min_value"),
+        ({"n": 1000}, "integer_above_max_value"),
+        ({"temperature": 1e-6}, "decimal_below_min_value"),
+        ({"temperature": 3}, "decimal_above_max_value"),
+        ({"messages": []}, "array_below_min_length"),
+        ({"stop": ["a"] * 99}, "array_above_max_length"),
+        ({"stop": ""}, "string_below_min_length"),
+        ({"tool_choice": "perhaps"}, "invalid_value"),
+        ({"max_tokens": 7, "max_completion_tokens": 8}, "invalid_parameter_combination"),
+    ],
+)
+def test_what_is_wrong_has_the_name_that_openai_gives_it(fields, code):
+    with pytest.raises(ApiError) as refused:
+        parse(ChatBody, {"messages": MESSAGES, **fields})
+    assert refused.value.code == code
+
+
+@pytest.mark.parametrize(("body", "kind"), [(b"[]", "array"), (b'"x"', "string"), (b"true", "boolean"), (b"1", "integer")])
+def test_a_body_that_is_no_object_is_told_what_it_is(body, kind):
+    with pytest.raises(ApiError, match=f"JSON of type {kind}; wanted an object"):
+        parse_json(body)
 
 
 def test_unknown_paths_and_methods_get_the_same_shape(served):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,32 +67,43 @@ _TAGS = {"str", "int", "float", "bool", "dict", "list", "constrained-str", "cons
 _WANTED = {
     "greater_than_equal": "at least {ge}", "greater_than": "more than {gt}", "less_than_equal": "at most {le}",
     "too_short": "at least {min_length} of them", "too_long": "at most {max_length} of them",
-    "literal_error": "{expected}", "string_too_short": "some text", "string_type": "a text",
+    "literal_error": "{expected}", "string_too_short": "some text", "string_type": "a string",
     "bool_type": "true or false",
-    "list_type": "a list", "dict_type": "an object", "model_type": "an object",
+    "list_type": "an array", "dict_type": "an object", "model_type": "an object",
     **dict.fromkeys(("number_type", "float_type", "float_parsing", "finite_number"), "a number"),
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
     "extra_forbidden": "a field that is served",
 }  # fmt: skip
 """What is wanted, by pydantic's kind of error."""
 
+_CODES = {
+    **dict.fromkeys(("greater_than_equal", "greater_than", "below_min"), "{number}_below_min_value"),
+    "less_than_equal": "{number}_above_max_value", "too_short": "array_below_min_length",
+    "too_long": "array_above_max_length", "string_too_short": "string_below_min_length",
+    "literal_error": "invalid_value", "value_error": "invalid_value", "missing": "missing_required_parameter",
+    "extra_forbidden": "unsupported_parameter",
+}  # fmt: skip
+"""OpenAI's names of these kinds; `invalid_type` for all others."""
+
 
 def from_validation(error: ValidationError) -> ApiError:
     """What a body's first wrong field is told: of several types that were tried the one that got farthest."""
     found = error.errors(include_url=False)
     first = max(found, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
-    path = _path(first["loc"])
-    if first["type"] == "missing":
-        return ApiError(f"{path} is missing", param=path, code="invalid_type")
-    got = repr(first.get("input"))
+    path, kind, details = _path(first["loc"]), first["type"], first.get("ctx", {})
+    number = "integer" if any(isinstance(each, int) for each in details.values()) else "decimal"
+    code = _CODES.get(kind, "invalid_type").format(number=number)
+    if kind == "missing":
+        return ApiError(f"{path} is missing", param=path, code=code)
+    got = json.dumps(first["input"], ensure_ascii=False)
     shown = got if len(got) <= 80 else f"{got[:77]}..."
-    code = "invalid_value" if first["type"] == "literal_error" else "invalid_type"
-    if first["type"] == "value_error":  # ours, in a whole sentence
-        return ApiError(f"{path}: got {shown}; {first['ctx']['error']}", param=path, code=code)
-    is_of_types = first["type"].endswith(("_type", "literal_error"))
+    if kind == "value_error":  # ours, in a whole sentence
+        return ApiError(f"{path}: got {shown}; {details['error']}", param=path, code=code)
+    is_of_types = kind.endswith(("_type", "literal_error"))
     tried = [each for each in found if _path(each["loc"]) == path] if is_of_types else [first]
     wanted = dict.fromkeys(_WANTED.get(each["type"], each["msg"]).format(**each.get("ctx", {})) for each in tried)
-    return ApiError(f"{path}: got {shown}; wanted {' or '.join(wanted)}", param=path, code=code)
+    in_json = " or ".join(wanted).replace("'", '"')
+    return ApiError(f"{path}: got {shown}; wanted {in_json}", param=path, code=code)
 
 
 def _path(place: Sequence[str | int]) -> str:

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json
 
 from ..errors import removal
+from ..texts.answer_forms import TYPE_NAMES
 from ..texts.rows import Message
 from .api_errors import ApiError, from_validation
 
@@ -41,7 +42,7 @@ LARGEST_SEED = 2**63 - 1
 
 def _no_extreme(temperature: float) -> float:
     if 0.0 < temperature < LOWEST_TEMPERATURE:
-        raise ValueError(f"wanted 0 (greedy) or at least {LOWEST_TEMPERATURE:f}")
+        raise PydanticCustomError("below_min", f"0 (greedy) or at least {LOWEST_TEMPERATURE:f}")
     return temperature
 
 
@@ -78,7 +79,7 @@ NO_LIMIT = -1
 def _at_least(fewest: int) -> Any:
     def check(count: int) -> int:
         if count < fewest and count != NO_LIMIT:
-            raise ValueError(f"wanted at least {fewest}, or {NO_LIMIT} for no limit")
+            raise PydanticCustomError("below_min", f"at least {fewest}, or {NO_LIMIT} for no limit", {"fewest": fewest})
         return count
 
     return AfterValidator(check)
@@ -372,6 +373,10 @@ class ChatBody(Body):
         if isinstance(choice, AllowedChoice):  # as if there were no others
             self.tools = [tool for tool in self.tools if tool.function.name in named]
             self.tool_choice = choice.allowed_tools.mode
+        limits = self.max_tokens, self.max_completion_tokens
+        if None not in limits and limits[0] != limits[1]:
+            message = f"got max_tokens {limits[0]} and max_completion_tokens {limits[1]}; pass one of them"
+            raise ApiError(message, param="max_tokens", code="invalid_parameter_combination")
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("top_logprobs is given without logprobs: true", param="top_logprobs")
 
@@ -411,7 +416,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except ValueError as error:  # half a surrogate pair, too, which no tokenizer takes
         raise ApiError(f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):
-        raise ApiError(f"the body is a JSON {type(fields).__name__}; wanted an object", code="invalid_json")
+        raise ApiError(f"the body is JSON of type {TYPE_NAMES[type(fields)]}; wanted an object", code="invalid_json")
     return fields
 
 
