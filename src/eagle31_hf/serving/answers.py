@@ -56,7 +56,7 @@ class AnswerParser:
     Args:
         prompt: token ids of the chat that is answered.
         tools: as the template was given them; empty: nothing is taken for a call.
-        is_forced: the answer is a call and nothing else; one that is cut off is a call as far as it got.
+        is_forced: the answer is a call and nothing else; cut off behind its name, it is a call as far as it got.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class AnswerParser:
             yield AnswerPart(content=self._spaces)
         elif calls := self._calls_in(_json_or_none(self._held)):
             yield from (AnswerPart(call=call) for call in calls)
-        elif not self._is_forced:
-            yield AnswerPart(content=self._held)
-        elif cut_off := CALL_IN_JSON.search(self._held):
+        elif self._is_forced and (cut_off := CALL_IN_JSON.search(self._held)):
             yield AnswerPart(call={"name": cut_off["name"], "arguments": _up_to_its_end(cut_off["arguments"])})
+        else:
+            yield AnswerPart(content=self._held)
 
     def _parts(self, events: Sequence[Fields]) -> Iterator[AnswerPart]:
         for event in events:
