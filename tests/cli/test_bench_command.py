@@ -9,7 +9,7 @@ from eagle31_hf.cli import bench as command
 from eagle31_hf.measure.exactness import Kind, Verdict
 from eagle31_hf.measure.results import Writer
 
-SHORT = ("--limit", 2, "--new-tokens", 6, "--repeats", 1, "--dtype", "fp32")
+SHORT = ("--limit", 2, "--max-new-tokens", 6, "--repeats", 1, "--dtype", "fp32")
 
 
 def test_it_says_first_whether_the_text_is_the_same_and_writes_every_figure(tmp_path):

@@ -6,15 +6,19 @@ import shutil
 import socket
 from io import StringIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
 from command_line import DRAFTER, TARGET, error_of, run
 from rich.console import Console
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MptConfig, T5Config
 
 from eagle31_hf.cli.options import command
+from eagle31_hf.cli.pairs import LoadedPair
+from eagle31_hf.cli.serve import _context
 from eagle31_hf.errors import CheckpointNotFoundError, ConfigurationError, removal
+from eagle31_hf.serving.session import ChatSession
 from mtp_targets import target_with_head
 
 
@@ -156,7 +160,7 @@ USAGE_ERRORS = {
     "bench --batch 1,x": "got --batch 1,x: wanted whole numbers",
     "bench --batch 0": "got --batch 0: wanted whole numbers",
     "bench --dtype int8": "got --dtype int8: 'int8' is not one of",
-    "bench --new-tokens 2": "got --new-tokens 2: wanted a number greater than or equal to 3;",
+    "bench --max-new-tokens 2": "got --max-new-tokens 2: wanted a number greater than or equal to 3;",
     "serve --port many": "got --port many: wanted a valid integer;",
     **{
         f"plan x --context {context}": f"got --context {context}: wanted a number of tokens"
@@ -221,6 +225,14 @@ def test_serve_takes_a_context_without_a_plan(monkeypatch):
         with pytest.raises(Stop):
             run("serve", "--port", 0, *told)
     assert asked == [512, 2048]
+
+
+def test_the_longest_text_is_as_trained_under_any_name():
+    target = Mock(config=MptConfig(max_seq_len=99))
+    pair = LoadedPair("mpt", target, Mock(), Mock())
+    assert _context(pair, None) == ChatSession(target, Mock(), Mock()).context == 99
+    with pytest.raises(ConfigurationError, match="texts of 99 tokens"):
+        _context(pair, 100)
 
 
 def test_serve_says_that_a_port_is_taken_before_it_loads_anything():

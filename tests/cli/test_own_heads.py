@@ -78,7 +78,7 @@ def test_a_head_is_written_with_the_states_it_is_to_read(target, tmp_path):
 
 def test_doctor_says_which_states_a_head_is_for(target, tmp_path):
     kept = tmp_path / "seen.json"
-    output = run("doctor", "--target", target, "--limit", 2, "--new-tokens", 16, "--json", kept).stdout
+    output = run("doctor", "--target", target, "--limit", 2, "--max-new-tokens", 16, "--json", kept).stdout
     assert "MTP head" in output
     readings = {tuple(score["reading"]["fields"].values()) for score in json.loads(kept.read_text())["readings"]}
     assert readings == {(True, False), (False, True), (False, False)}

@@ -15,7 +15,7 @@ from ..measure.results import BenchSettings, Task, all_methods
 from ..measure.tables import bench_parts
 from ..texts.prompts import embedded_prompts, read_prompts
 from .generate import measure_in_turns
-from .options import MORE, JsonOption, command, finite, make_console, option, writable_plot, write_json
+from .options import MORE, NEW_TOKENS, JsonOption, command, finite, make_console, option, writable_plot, write_json
 from .pairs import DraftOptions, PairSource, encode, load_pair
 from .terminal import conditions_line
 
@@ -35,7 +35,7 @@ class BenchOptions:
         None, "[NAME=]FILE or [NAME=]DATASET, several times; default: the embedded ones."
     )
     limit: int | None = option(None, "Most prompts of each, spread over its rows.", min=1)
-    new_tokens: int = option(128, "Most tokens of an answer.", min=3, panel=MORE)
+    new_tokens: int = option(128, "Longest answer.", *NEW_TOKENS, min=3, panel=MORE)
     temperature: float = option(0.0, "0 is greedy.", min=0.0, callback=finite, panel=MORE)
     batch: str = option("1", "Rows written together, one or several numbers.", callback=_numbers, panel=MORE)
     repeats: int = option(3, "Passes over the prompts.", min=1, panel=MORE)

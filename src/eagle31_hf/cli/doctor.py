@@ -19,7 +19,7 @@ from ..measure.plots import plot_drift
 from ..measure.readings import Subject
 from ..measure.tables import figure_table
 from ..texts.prompts import read_prompts
-from .options import MORE, JsonOption, command, make_console, option, writable_plot, write_json
+from .options import MORE, NEW_TOKENS, JsonOption, command, make_console, option, writable_plot, write_json
 from .pairs import PairSource, load_pair
 from .progress import progress_bar
 
@@ -35,7 +35,7 @@ def doctor(
     limit: int | None = option(
         None, "Most prompts; default: 20 of a file, spread over its rows, or all own ones.", min=1, panel=MORE
     ),
-    new_tokens: int = option(48, "Tokens written after each prompt.", min=16, panel=MORE),
+    new_tokens: int = option(48, "Longest answer.", *NEW_TOKENS, min=16, panel=MORE),
     thorough: bool = option(False, f"Write all texts, instead of what {MINUTES:g} minutes allow.", "--thorough"),
     drift: bool = option(False, "Also probe for attention drift.", "--drift"),
     plot: Path | None = option(

@@ -34,6 +34,8 @@ LOADING, DRAFTS, MORE = "Loading", "Drafts", "More"
 """Headings of a command's help below the options that most people need."""
 WIDTH = 100
 """Most columns that text and tables take."""
+NEW_TOKENS = "--max-new-tokens", "--new-tokens"
+"""The name that all commands have, and the one that some had."""
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 """What plots can be."""
 DRAWN_WIDTH = 80

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import ConfigurationError, count
+from ..targets.fresh_drafter import trained_context
 from ..texts.chats import shows_tools
 from .options import command, make_console, option
 from .pairs import DraftOptions, LoadedPair, PairSource, load_pair
@@ -69,8 +70,8 @@ def serve(
     engine = Engine(pair.drafter, pair.tokenizer, settings)
     app = make_app(engine, model=name, api_key=api_key or None, allow_origins=allow_origin or ())
     console.print(
-        f"{name}: {settings.max_rows} texts at once, {engine.settings.context:,} tokens each, "
-        f"{_address(listening)}/v1 (Ctrl-C to stop)",
+        f"{name}, {str(pair.target.dtype).removeprefix('torch.')}: {settings.max_rows} texts at once, "
+        f"{engine.settings.context:,} tokens each, {_address(listening)}/v1 (Ctrl-C to stop)",
         soft_wrap=not console.is_terminal,
     )
     refused = "; requests with tools are refused: the template has no place for them (--chat-template)"
@@ -165,7 +166,7 @@ def _context(pair: LoadedPair, asked: int | None) -> int:
     """Most tokens of a text: as planned, as asked, as trained, in this order."""
     if pair.plan is not None:
         return pair.plan.settings.context
-    trained = getattr(pair.target.config.get_text_config(), "max_position_embeddings", None)
+    trained = trained_context(pair.target.config)
     if asked is not None and asked > (trained or asked):
         raise ConfigurationError(f"got --context {asked}, but {pair.name} was made for texts of {trained} tokens")
     if asked is not None:

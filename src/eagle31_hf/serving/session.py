@@ -20,6 +20,7 @@ from ..drafter.assistant import Assistant
 from ..errors import ConfigurationError
 from ..sampling.logits_processing import sampling_options
 from ..stats import SpeculationStats
+from ..targets.fresh_drafter import trained_context
 from ..texts.answer_forms import form_of
 from ..texts.chats import encode_chat
 from ..texts.decoder import IncrementalDecoder, RoundStreamer
@@ -89,8 +90,7 @@ class ChatSession:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.system, self.max_new_tokens = system, max_new_tokens
         self.set_temperature(temperature)
-        trained = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-        self.context = context or trained or 2**31
+        self.context = context or trained_context(target.config) or 2**31
         self.turns: list[Message] = []
         self.answers: list[Answer] = []
         self._stop = _StopWhenAsked()
