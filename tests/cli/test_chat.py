@@ -29,6 +29,7 @@ def test_a_conversation_with_commands():
         QUESTION, "/save chat.json", "/plan", "/help", "/quit", "never read",
     ).stdout  # fmt: skip
     assert "degrees Fahrenheit" in " ".join(out.split())
+    assert f"you › {QUESTION}\n  ‹ " in out, "a file's questions stand beside the answers"
     for told in ("read 17 of 17", "acceptance length", "taken back: What is", "nothing has been said yet",
                  "got /wrong", "got temperature 'warm'", "temperature 0.7", "Be brief.",
                  "chat /save went in 0.2.0", "chat /plan went in 0.2.0", "/temperature"):  # fmt: skip
@@ -56,6 +57,15 @@ def test_a_plan_is_shown_before_anything_is_loaded_and_kept_to(drafter):
     assert out.count("context 256 tokens") == 1
     assert out.index("context 256 tokens") < out.index("lists commands")
     assert "read 17 of 17" in out
+
+
+def test_a_template_that_wants_more_than_one_message_is_strict_and_not_broken(tmp_path):
+    strict = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('say who I am') }}{% endif %}Hello"
+    (tmp_path / "strict.jinja").write_text(strict)
+    template = ["--chat-template", str(tmp_path / "strict.jinja"), "--max-new-tokens", "4"]
+    told = chat("Hi.", arguments=[*template, "--system", "Be brief."])
+    assert "takes no chat of one message, but says 'say who I am'" in " ".join(told.stderr.split())
+    assert "4 tokens (length)" in told.stdout
 
 
 @pytest.mark.parametrize("shows", [True, False])

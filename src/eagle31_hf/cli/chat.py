@@ -46,10 +46,11 @@ def chat(
     thoughts: bool = option(False, "Show what a thinking model thinks."),
 ) -> None:
     """Chat with a pair: answers stream, history is not read twice, /help lists the commands."""
-    console, read = make_console(), _reader()
+    console = make_console()
+    read = _reader(console)
     pair = load_pair(source, drafting)
     if kept_packages(Pair.of(pair.drafter)) is not None:
-        _load_graphs(pair, temperature)
+        _load_graphs(pair, system, temperature)
     session = ChatSession(
         pair.target,
         pair.drafter,
@@ -63,10 +64,12 @@ def chat(
     Chat(console, session, colour=colour, thoughts=thoughts).run(read)
 
 
-def _load_graphs(pair: LoadedPair, temperature: float) -> None:
+def _load_graphs(pair: LoadedPair, system: str | None, temperature: float) -> None:
     """Write a short text: kept graphs are read from disk as they are met, which would halt the first answer."""
     with waiting_for("loading graphs"), torch.random.fork_rng():
-        short = ChatSession(pair.target, pair.drafter, pair.tokenizer, temperature=temperature, max_new_tokens=8)
+        short = ChatSession(
+            pair.target, pair.drafter, pair.tokenizer, system=system, temperature=temperature, max_new_tokens=8
+        )
         short.ask("Hello!", lambda _piece: None)
 
 
@@ -262,10 +265,10 @@ def _keys_unseen() -> Iterator[None]:
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
-def _reader() -> Callable[[], str]:
-    """Lines with history and editing in a terminal; plain lines where input is a file or a pipe."""
+def _reader(console: Console) -> Callable[[], str]:
+    """Lines with history and editing in a terminal; where input is a file or a pipe plain ones, which are shown."""
     if not sys.stdin.isatty():
-        return _piped_line
+        return lambda: _piped_line(console)
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
@@ -293,8 +296,10 @@ def _reader() -> Callable[[], str]:
     return lambda: str(session.prompt(PROMPT))
 
 
-def _piped_line() -> str:
+def _piped_line(console: Console) -> str:
     line = sys.stdin.readline()
     if not line:
         raise EOFError
+    if line.strip():
+        console.print(f"{PROMPT}{line.strip()}", markup=False)
     return line

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jinja2.exceptions import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_peft_available
@@ -212,12 +213,19 @@ def load_pair(
 
 
 def _take_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    """Use a file's chat template, which has to take a chat of one message."""
+    """Use a file's chat template. One that refuses a chat of one message in words of its own is strict, not broken."""
     try:
         tokenizer.chat_template = file.read_text(encoding="utf-8")
         encode_chat(tokenizer, [{"role": "user", "content": "Hello"}])
     except (ConfigurationError, OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"got --chat-template {file}, which cannot be used: {error}") from error
+        if type(error.__cause__) is not TemplateError:
+            raise ConfigurationError(f"got --chat-template {file}, which cannot be used: {error}") from error
+        make_console(stderr=True).print(
+            f"--chat-template {file} takes no chat of one message, but says {str(error.__cause__)!r}; chats as it "
+            "wants them are answered",
+            style="yellow",
+            markup=False,
+        )
 
 
 def _with_own_head(source: PairSource) -> PairSource:
