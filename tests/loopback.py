@@ -15,7 +15,8 @@ import torch
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.serving.app import HttpServer, make_app
-from eagle31_hf.serving.engine import Engine, EngineSettings
+from eagle31_hf.serving.batch import EngineSettings
+from eagle31_hf.serving.engine import Engine
 from eagle31_hf.texts.chats import encode_chat
 
 MODEL = "demo"

@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from eagle31_hf.cache.grouped_attention import why_attention_is_unknown
 from eagle31_hf.cache.shared_changes import SharedChanges
 from eagle31_hf.errors import UnsupportedGenerationError
-from eagle31_hf.serving.engine import EngineSettings, within_what_the_target_can
+from eagle31_hf.serving.batch import EngineSettings
+from eagle31_hf.serving.engine import within_what_the_target_can
 from eagle31_hf.targets import binding
 from helpers import CONFIGS, assert_same_text, configured, left_padded, prompts_for, random_drafter, random_target
 

@@ -12,7 +12,7 @@ from fake_rounds import ACCEPTED, buffers_of
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.graphs import captured, seen
 from eagle31_hf.sampling.draw import FreshNoise
-from eagle31_hf.serving.batch import Batch
+from eagle31_hf.serving.batch import Batch, EngineSettings
 from eagle31_hf.serving.rows import ServedText
 from eagle31_hf.serving.text import Request, Sampling
 from helpers import demo_tokenizer
@@ -47,7 +47,7 @@ def serve(
         drafter.binding.masked_attention(),
         torch.no_grad(),
     ):
-        batch = Batch(drafter, demo_tokenizer(), max_rows=rows, context=4096, prefill_chunk=512)
+        batch = Batch(drafter, demo_tokenizer(), EngineSettings(max_rows=rows, prefill_chunk=512))
         for row in range(rows):
             read(batch, [5] * (1100 + 10 * row), sampling)
         works = []

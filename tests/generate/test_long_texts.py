@@ -11,7 +11,8 @@ import transformers as hf
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eagle31_hf.loop.pair import largest_shape
-from eagle31_hf.serving.engine import Engine, EngineSettings
+from eagle31_hf.serving.batch import EngineSettings
+from eagle31_hf.serving.engine import Engine
 from eagle31_hf.targets.rotation import rotates_alike_up_to
 from helpers import GROUPED, assert_same_text, demo_tokenizer, random_drafter, random_target, seeded
 

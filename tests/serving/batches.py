@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eagle31_hf.serving.batch import Batch
+from eagle31_hf.serving.batch import Batch, EngineSettings
 from eagle31_hf.serving.rows import ServedText
 from eagle31_hf.serving.text import Request, Sampling
 from helpers import demo_tokenizer, seeded
@@ -17,7 +17,7 @@ GREEDY = Sampling(temperature=0)
 
 
 def batch_of(drafter: Any, rows: int = 3, *, context: int = 96, chunk: int = 16) -> Batch:
-    return Batch(drafter, demo_tokenizer(), max_rows=rows, context=context, prefill_chunk=chunk)
+    return Batch(drafter, demo_tokenizer(), EngineSettings(max_rows=rows, context=context, prefill_chunk=chunk))
 
 
 def text_of(prompt: Sequence[int], new_tokens: int, sampling: Sampling = GREEDY) -> ServedText:
@@ -58,7 +58,7 @@ def write_all(batch: Batch, texts: Sequence[ServedText]) -> list[list[int]]:
     """Each joins as soon as there is a row for it, while others are written."""
     with torch.inference_mode():
         for text in texts:
-            while len(batch.texts) == batch.max_rows:
+            while len(batch.texts) == batch.settings.max_rows:
                 batch.round()
             read_in_pieces(batch, text, writing=True)
         while batch.texts:

@@ -120,7 +120,9 @@ def test_what_is_wrong_has_the_name_that_openai_gives_it(fields, code):
     assert refused.value.code == code
 
 
-@pytest.mark.parametrize(("body", "kind"), [(b"[]", "array"), (b'"x"', "string"), (b"true", "boolean"), (b"1", "integer")])
+@pytest.mark.parametrize(
+    ("body", "kind"), [(b"[]", "array"), (b'"x"', "string"), (b"true", "boolean"), (b"1", "integer")]
+)
 def test_a_body_that_is_no_object_is_told_what_it_is(body, kind):
     with pytest.raises(ApiError, match=f"JSON of type {kind}; wanted an object"):
         parse_json(body)

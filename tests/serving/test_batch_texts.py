@@ -14,7 +14,8 @@ from batches import assert_plain, batch_of, plain, read_in_pieces, text_of, writ
 
 from eagle31_hf import Eagle31Drafter, NoDrafter
 from eagle31_hf.demo import CONVERSATIONS
-from eagle31_hf.serving.engine import Engine, EngineSettings
+from eagle31_hf.serving.batch import EngineSettings
+from eagle31_hf.serving.engine import Engine
 from eagle31_hf.serving.text import Sampling
 from eagle31_hf.texts.chats import encode_chat
 from families import ENDING, LAST, recurrent_target

@@ -15,8 +15,9 @@ from test_no_numbers import Listener
 from transformers import GenerationConfig, LlamaConfig
 
 from eagle31_hf.serving.api import Translator
+from eagle31_hf.serving.batch import EngineSettings
 from eagle31_hf.serving.bodies import ChatBody, CompletionBody, parse
-from eagle31_hf.serving.engine import Engine, EngineSettings
+from eagle31_hf.serving.engine import Engine
 from eagle31_hf.serving.rows import unfollowed
 from helpers import demo_tokenizer, random_drafter, random_target, seeded
 

@@ -7,18 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle31_hf.serving.api_errors import ApiError
+from eagle31_hf.serving.batch import EngineSettings
 from eagle31_hf.serving.rows import ServedText
 from eagle31_hf.serving.scheduler import Scheduler
 from eagle31_hf.serving.text import Event, Request
-from eagle31_hf.stats import SpeculationStats
 
 
 class NotedBatch:
     """A batch without a model; prompts are as long as `lengths` says, or of one token."""
 
-    def __init__(self, max_rows, lengths, prefill_chunk):
-        self.max_rows, self.lengths, self.stats = max_rows, list(lengths), SpeculationStats()
-        self.prefill_chunk = prefill_chunk
+    def __init__(self, lengths, settings):
+        self.lengths, self.settings = list(lengths), settings
         self.texts, self.reading, self.to_read = [], None, 0
         self.began, self.log, self.ending, self.fails = [], [], [], False
 
@@ -56,7 +55,8 @@ class NotedBatch:
 
 
 def scheduler(lengths=(), *, max_rows=2, max_waiting=4, prefill_chunk=8):
-    return Scheduler(NotedBatch(max_rows, lengths, prefill_chunk), max_waiting=max_waiting)
+    settings = EngineSettings(max_rows=max_rows, max_waiting=max_waiting, prefill_chunk=prefill_chunk)
+    return Scheduler(NotedBatch(lengths, settings))
 
 
 def submit(made, told=None):
@@ -115,14 +115,14 @@ def test_what_is_cancelled_or_fails_makes_way():
 def test_every_request_ends_and_limits_hold_whatever_happens(data):
     """Arrivals, cancellations, failures and ends in any order: nobody is lost or served twice, in order of arrival."""
     made = scheduler(max_rows=data.draw(st.integers(1, 4)), max_waiting=data.draw(st.integers(1, 6)))
-    batch, arrived, told = made.batch, [], []
+    batch, arrived, told, settings = made.batch, [], [], made.settings
     for _ in range(data.draw(st.integers(1, 40))):
         what = data.draw(st.sampled_from(["submit", "cancel", "turn", "end"]))
         if what == "submit":
             try:
                 arrived.append(submit(made, told))
             except ApiError:
-                assert len(made.waiting) == made.max_waiting + batch.max_rows - made.running
+                assert len(made.waiting) == settings.max_waiting + settings.max_rows - made.running
         elif what == "cancel" and arrived:
             data.draw(st.sampled_from(arrived)).cancelled = True
         elif what == "end" and batch.texts:
@@ -131,8 +131,8 @@ def test_every_request_ends_and_limits_hold_whatever_happens(data):
             batch.lengths = data.draw(st.lists(st.integers(1, 30), min_size=5, max_size=5))
             batch.fails = data.draw(st.integers(0, 4)) == 0
             made.turn()
-        assert len(batch.texts) <= batch.max_rows
-        assert len(made.waiting) <= made.max_waiting + batch.max_rows - made.running
+        assert len(batch.texts) <= settings.max_rows
+        assert len(made.waiting) <= settings.max_waiting + settings.max_rows - made.running
     turns = [arrived.index(text) for text in batch.began]
     assert turns == sorted(turns)
     assert sorted(map(arrived.index, [*(text for text, _ in told), *made.texts])) == [*range(len(arrived))]

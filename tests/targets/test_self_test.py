@@ -12,7 +12,8 @@ import transformers as hf
 from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
 from eagle31_hf.measure.doctor import preflight
 from eagle31_hf.measure.readings import Subject
-from eagle31_hf.serving.engine import EngineSettings, within_what_the_target_can
+from eagle31_hf.serving.batch import EngineSettings
+from eagle31_hf.serving.engine import within_what_the_target_can
 from helpers import (
     GROUPED,
     SIZES,

@@ -58,7 +58,8 @@ def serve(
     loaded = replace(source, context=None) if asked else source
     pair = load_pair(loaded, drafting, batch=rows)
     from ..serving.app import HttpServer, make_app
-    from ..serving.engine import Engine, EngineSettings
+    from ..serving.batch import EngineSettings
+    from ..serving.engine import Engine
 
     settings = EngineSettings(
         max_rows=max_batch,

@@ -58,7 +58,9 @@ class ShuttingDownError(ApiError):
     """The server stops: it takes nothing new, or did not finish this text."""
 
     def __init__(self, message: str):
-        super().__init__(message, status=503, code="shutting_down", headers={"Retry-After": "30", "Connection": "close"})
+        super().__init__(
+            message, status=503, code="shutting_down", headers={"Retry-After": "30", "Connection": "close"}
+        )
 
 
 _TAGS = {"str", "int", "float", "bool", "dict", "list", "constrained-str", "constrained-int", "constrained-float"}

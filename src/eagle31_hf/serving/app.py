@@ -7,7 +7,7 @@ import hmac
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -163,17 +163,11 @@ class _Server:
         # Templates, grammars and tokenizing take a while: not on the loop that feeds every stream.
         texts = await asyncio.to_thread(self.translator.texts_of, body)
         writer = writer_of(self.name, self.engine.tokenizer, self.engine.form, body, texts)
-        headers, run = self._headers(body), _Run(self, texts)
-        run.start()
+        headers, run = self._headers(body), _Run(self, request, texts, writer)
         if body.stream:
-            pieces = self._stream(request, run, writer, bool(body.stream_options.include_usage))
+            pieces = run.stream(include_usage=bool(body.stream_options.include_usage))
             return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
-        try:
-            await _while_connected(request, self._collect(run, writer))
-        finally:
-            run.end(request)
-        whole = writer.whole(run.usages) | {"timings": run.timings}
-        return Response(_json(whole), media_type="application/json", headers=headers)
+        return Response(_json(await run.whole()), media_type="application/json", headers=headers)
 
     def _headers(self, body: AnyBody) -> dict[str, str]:
         """Names of what did not change the answer: fields of the request, settings of the target."""
@@ -184,41 +178,6 @@ class _Server:
             logger.info("not read, and so ignored, in requests: %s", ", ".join(new[:MOST_NAMED]))
         named = zip(NAMING_HEADERS, (ignored, self.engine.unfollowed), strict=True)
         return {header: ", ".join(names[:MOST_NAMED]) for header, names in named if names}
-
-    async def _pieces(self, run: _Run, writer: AnswerWriter) -> AsyncIterator[list[dict[str, Any]]]:
-        """What each event adds to a stream."""
-        async for index, event in run.events():
-            if event.finish == "shutdown":
-                raise ShuttingDownError(event.error)
-            if event.error:
-                raise ApiError(event.error, status=500, code="engine_error")
-            if event.prompt_logprobs is None:
-                yield writer.pieces(index, event)
-            else:  # a whole prompt takes a while
-                yield await asyncio.to_thread(writer.pieces, index, event)
-
-    async def _collect(self, run: _Run, writer: AnswerWriter) -> None:
-        async for pieces in self._pieces(run, writer):
-            writer.add(pieces)
-
-    async def _stream(
-        self, request: HttpRequest, run: _Run, writer: AnswerWriter, include_usage: bool
-    ) -> AsyncIterator[str]:
-        try:
-            for piece in writer.opening():
-                yield _sse(piece)
-            async for pieces in self._pieces(run, writer):
-                if all(run.finishes) and not include_usage:
-                    pieces[-1] |= {"timings": run.timings}
-                for piece in pieces:
-                    yield _sse(piece)
-            if include_usage:
-                yield _sse(writer.usage(run.usages) | {"timings": run.timings})
-        except ApiError as error:
-            yield _sse(error.body)
-        finally:
-            run.end(request)
-        yield "data: [DONE]\n\n"
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
@@ -250,81 +209,118 @@ class _Server:
 
 
 class _Run:
-    """The texts of one answer on their way through the engine."""
+    """One answer on its way through the engine, where all its texts are lined up, or none."""
 
-    def __init__(self, server: _Server, texts: Sequence[Request]):
-        self.server, self.texts = server, texts
-        self.finishes: list[str | None] = [None] * len(texts)
+    def __init__(self, server: _Server, request: HttpRequest, texts: Sequence[Request], writer: AnswerWriter):
+        self._figures, self._engine, self._request, self._writer = server.figures, server.engine, request, writer
+        self._finishes: list[str | None] = [None] * len(texts)
         self._running: list[ServedText] = []
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._started = self._first = time.perf_counter()
         self._last: list[float | None] = [None] * len(texts)
-
-    def start(self) -> None:
-        """Line all of them up, or none."""
         loop = asyncio.get_running_loop()
 
         def tell(index: int, event: Event) -> None:
             with suppress(RuntimeError):  # the loop is closed, and its clients are gone
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-        room = self.server.engine.batch.max_rows + self.server.engine.settings.max_waiting
-        if len(self.texts) > room:
-            raise ApiError(f"got {len(self.texts)} texts; wanted at most {room} in a request to this server")
+        room = self._engine.settings.max_rows + self._engine.settings.max_waiting
+        if len(texts) > room:
+            raise ApiError(f"got {len(texts)} texts; wanted at most {room} in a request to this server")
         try:
-            for index, text in enumerate(self.texts):
-                self._running.append(self.server.engine.submit(text, partial(tell, index)))
+            for index, text in enumerate(texts):
+                self._running.append(self._engine.submit(text, partial(tell, index)))
         except Eagle31Error:
-            self.cancel()
+            self._cancel()
             raise
 
-    @property
-    def usages(self) -> list[Usage]:
-        """Of all texts, so far."""
-        return [running.usage for running in self._running]
+    async def stream(self, *, include_usage: bool) -> AsyncIterator[str]:
+        """The answer as server-sent events."""
+        try:
+            for piece in self._writer.opening():
+                yield _sse(piece)
+            async for pieces in self._pieces():
+                if all(self._finishes) and not include_usage:
+                    pieces[-1] |= {"timings": self._timings}
+                for piece in pieces:
+                    yield _sse(piece)
+            if include_usage:
+                yield _sse(self._writer.usage(self._usages) | {"timings": self._timings})
+        except ApiError as error:
+            yield _sse(error.body)
+        finally:
+            self._end()
+        yield "data: [DONE]\n\n"
 
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Until all texts have ended."""
-        while None in self.finishes:
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece, unless the client goes away."""
+        written, gone = asyncio.ensure_future(self._collect()), asyncio.ensure_future(self._request.receive())
+        try:
+            await asyncio.wait({written, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not written.done():
+                raise ApiError("the client has gone", status=499, code="cancelled")
+            await written
+        finally:
+            written.cancel()
+            gone.cancel()
+            self._end()
+        return self._writer.whole(self._usages) | {"timings": self._timings}
+
+    async def _collect(self) -> None:
+        async for pieces in self._pieces():
+            self._writer.add(pieces)
+
+    async def _pieces(self) -> AsyncIterator[list[dict[str, Any]]]:
+        """What each event adds to a stream, until all texts have ended."""
+        while None in self._finishes:
             index, event = await self._events.get()
-            self.finishes[index] = event.finish
+            self._finishes[index] = event.finish
             if event.tokens or event.finish:
                 self._observe(index)
-            yield index, event
+            if event.finish == "shutdown":
+                raise ShuttingDownError(event.error)
+            if event.error:
+                raise ApiError(event.error, status=500, code="engine_error")
+            if event.prompt_logprobs is None:
+                yield self._writer.pieces(index, event)
+            else:  # a whole prompt takes a while
+                yield await asyncio.to_thread(self._writer.pieces, index, event)
 
     def _observe(self, index: int) -> None:
         now, last = time.perf_counter(), self._last[index]
-        figures = self.server.figures
-        (figures.first_token_s if last is None else figures.gap_s).observe(now - (last or self._started))
+        (self._figures.first_token_s if last is None else self._figures.gap_s).observe(now - (last or self._started))
         if not any(self._last):
             self._first = now
         self._last[index] = now
 
     @property
-    def timings(self) -> dict[str, Any]:
-        """Of the whole answer."""
+    def _usages(self) -> list[Usage]:
+        return [running.usage for running in self._running]
+
+    @property
+    def _timings(self) -> dict[str, Any]:
         last = max((at for at in self._last if at), default=self._first)
-        return timings_of(self.usages, self._first - self._started, last - self._first)
+        return timings_of(self._usages, self._first - self._started, last - self._first)
 
-    def end(self, request: HttpRequest) -> None:
-        """The answer is told, or its client has gone: what has not ended need not go on."""
-        self.cancel()
-        self._log(request, time.perf_counter() - self._started)
-
-    def cancel(self) -> None:
+    def _cancel(self) -> None:
         for running in self._running:
-            self.server.engine.cancel(running)
+            self._engine.cancel(running)
 
-    def _log(self, request: HttpRequest, seconds: float) -> None:
-        """Who asked what, how it ended, what it took. Never what was said."""
-        request.state.is_logged = True
-        usage, ended = Usage.of_answer(self.usages), dict.fromkeys(finish or "cancelled" for finish in self.finishes)
-        written = usage.completion_tokens
+    def _end(self) -> None:
+        """The answer is told, or its client has gone: what has not ended need not go on.
+
+        The log has who asked what, how it ended, what it took; never what was said.
+        """
+        self._cancel()
+        self._request.state.is_logged = True
+        seconds, usage = time.perf_counter() - self._started, Usage.of_answer(self._usages)
+        ended, written = dict.fromkeys(finish or "cancelled" for finish in self._finishes), usage.completion_tokens
         speed = f" ({written / seconds:.1f}/s)" if seconds > 0 else ""
         passes = f", {usage.accepted / usage.rounds + 1:.2f} a pass" if usage.rounds else ""
         logger.info(
             "%s %s: %d prompt tokens (%d held already), %d written in %.2f s%s%s",
-            _who(request), ", ".join(ended), usage.prompt_tokens, usage.cached_tokens, written, seconds, speed, passes,
+            _who(self._request), ", ".join(ended), usage.prompt_tokens, usage.cached_tokens, written, seconds, speed,
+            passes,
         )  # fmt: skip
 
 
@@ -344,19 +340,6 @@ def _sse(piece: dict[str, Any]) -> str:
 
 def _json(piece: dict[str, Any]) -> str:
     return to_json(piece, inf_nan_mode="null").decode()
-
-
-async def _while_connected(request: HttpRequest, work: Awaitable[None]) -> None:
-    """Do it, unless the client goes away."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())  # the body has been read
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError("the client has gone", status=499, code="cancelled")
-        await task
-    finally:
-        for each in (task, gone):
-            each.cancel()
 
 
 async def _as_response(request: HttpRequest, error: Exception) -> Response:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,23 @@ TOLD_AT_ONCE = 64
 """Prompt tokens of a forward that are told with log-probabilities: each has the scores of a whole vocabulary."""
 
 
+@dataclass(frozen=True)
+class EngineSettings:
+    """How much the engine may take on.
+
+    Attributes:
+        max_rows: texts written at once.
+        context: most tokens of a text, prompt and answer.
+        max_waiting: requests that may wait.
+        prefill_chunk: prompt tokens read between two rounds.
+    """
+
+    max_rows: int = 8
+    context: int = 4096
+    max_waiting: int = 64
+    prefill_chunk: int = 256
+
+
 class Batch:
     """The texts that are being written, and the one whose prompt is being read.
 
@@ -48,9 +65,7 @@ class Batch:
     Args:
         drafter: attached, or `NoDrafter`; its target writes.
         tokenizer: the target's.
-        max_rows: most texts at once.
-        context: most tokens of a text, prompt included.
-        prefill_chunk: most prompt tokens of one forward.
+        settings: how much to take on.
 
     Attributes:
         texts: by place.
@@ -59,36 +74,27 @@ class Batch:
         planner: what to draft, up to `shape`.
     """
 
-    def __init__(
-        self,
-        drafter: Assistant,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_rows: int,
-        context: int,
-        prefill_chunk: int,
-    ):
-        self.max_rows, self.context, self.binding = max_rows, context, drafter.binding
+    def __init__(self, drafter: Assistant, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings):
+        self.settings, self.binding, rows = settings, drafter.binding, settings.max_rows
         self.drafter, self.tokenizer, self.stats = drafter, tokenizer, SpeculationStats()
         self.clock = PhaseClock(self.stats)
         drafts = Pair.of(drafter).drafting(
-            rows=max_rows,
+            rows=rows,
             sampled=True,
             processing=None,
-            new_tokens=context,
+            new_tokens=settings.context,
             on_event=partial(logger.info, "eagle31: the batch's drafts: %s, %s"),
         )
         shape, self.planner = drafts.shape, drafts.planner
         self.stats.fall_back(drafts.why)
-        self.is_single = max_rows == 1 and drafts.graphs is None
-        sizes: dict[str, Any] = {"length": context, "chunk": max(prefill_chunk, 2 * shape.nodes)}
+        self.is_single = rows == 1 and drafts.graphs is None
+        sizes: dict[str, Any] = {"length": settings.context, "chunk": max(settings.prefill_chunk, 2 * shape.nodes)}
         sizes["cache_type"] = drafter.generation_config.stored_cache_type
-        self.caches = PooledCaches.make(drafter, shape, batch_size=max_rows, for_graphs=self.is_single, **sizes)
+        self.caches = PooledCaches.make(drafter, shape, batch_size=rows, for_graphs=self.is_single, **sizes)
         self.cache, self.session = self.caches.target, self.caches.drafter
         self._rows = Rows(self.binding, shape, self.stats)
         self.texts = self._rows.texts
         self.rounds = Round(drafter, self.caches, self._rows, self.clock, drafts.graphs)
-        self.prefill_chunk = prefill_chunk
         self.reading: ServedText | None = None
         self.prompt_caches = PairCaches.make(drafter, shape, batch_size=1, **sizes)
         self._prefill = ChunkedPrefill(self.binding, self.prompt_caches.target, self.prompt_caches.drafter)
@@ -111,7 +117,7 @@ class Batch:
         text.chooser = choose_as_generate(self.binding.model, request, device=self.binding.head_device)
         self.caches.catch_up()  # a drafter that rests is behind the rows that could be resumed from
         place, length = self._longest_shared(request)
-        text.usage = replace(text.usage, cached_tokens=length)
+        text.usage.cached_tokens = length
         self._forget_prompt()
         if length:
             self.caches.resume(self.prompt_caches, place, length)
@@ -128,7 +134,7 @@ class Batch:
     def read(self, num_tokens: int) -> None:
         """Read on, so many tokens; of a target with states one or two less where else one would be read by itself."""
         assert self._prompt is not None, "begin comes first"
-        start, end, chunk = self._position, self._position + num_tokens, self.prefill_chunk
+        start, end, chunk = self._position, self._position + num_tokens, self.settings.prefill_chunk
         if self._prompt.on_logits is not None:
             chunk = min(chunk, TOLD_AT_ONCE)
         fewest = 2 if self.cache.has_states else 1  # code for one token leaves other states than that for prompts
@@ -231,8 +237,8 @@ class Batch:
         verified = self.rounds.verify(tree)
         accepted = self.rounds.accept(tree, verified, batch)
         for text in self.texts:
-            drafted = text.usage.drafted + tree.size - 1
-            text.usage = replace(text.usage, drafted=drafted, rounds=text.usage.rounds + 1)
+            text.usage.drafted += tree.size - 1
+            text.usage.rounds += 1
         chosen = zip(self.texts, verified.logits, accepted.paths, accepted.tokens, strict=True)
         events = [self._write(*each) for each in chosen]
         kept = [list(event.tokens) or [0] for event in events]  # a row that fails leaves, whatever it holds
@@ -293,10 +299,8 @@ class Batch:
         if not self._rows.checks and bool(logits[path].isnan().any()):
             fails, emitted = True, emitted[-1:]
         count, shown = text.writer.append(emitted[:-1] if fails else emitted)
-        usage, accepted = text.usage, max(count - 1, 0)
-        text.usage = replace(
-            usage, completion_tokens=usage.completion_tokens + count, accepted=usage.accepted + accepted
-        )
+        text.usage.completion_tokens += count
+        text.usage.accepted += max(count - 1, 0)
         top = text.request.top_logprobs
         logprobs = () if top is None else logprobs_of(logits[path[:count]], emitted[:count], top)
         fails = fails and text.writer.finish is None

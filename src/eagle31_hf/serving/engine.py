@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -23,29 +23,12 @@ from ..loop.pair import Pair
 from ..sampling.logits_processing import end_ids
 from ..texts.answer_forms import form_of
 from .api_errors import ShuttingDownError, TooLongError
-from .batch import Batch
+from .batch import Batch, EngineSettings
 from .rows import ServedText, unfollowed
 from .scheduler import Scheduler
 from .text import OnEvent, Request
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How much the engine may take on.
-
-    Attributes:
-        max_rows: texts written at once.
-        context: most tokens of a text, prompt and answer.
-        max_waiting: requests that may wait.
-        prefill_chunk: prompt tokens read between two rounds.
-    """
-
-    max_rows: int = 8
-    context: int = 4096
-    max_waiting: int = 64
-    prefill_chunk: int = 256
 
 
 class Engine:
@@ -66,9 +49,8 @@ class Engine:
         self.settings = settings = within_what_the_target_can(drafter, settings)
         self.eos_ids = frozenset(end_ids(drafter.binding.model) or {tokenizer.eos_token_id} - {None})
         self.form = form_of(tokenizer)
-        chunk, rows = settings.prefill_chunk, settings.max_rows
-        self.batch = Batch(drafter, tokenizer, max_rows=rows, context=settings.context, prefill_chunk=chunk)
-        self.scheduler = Scheduler(self.batch, max_waiting=settings.max_waiting)
+        self.batch = Batch(drafter, tokenizer, settings)
+        self.scheduler = Scheduler(self.batch)
         self._work = threading.Condition()
         self._accepts, self._stopping = True, False
         self.deadline = math.inf

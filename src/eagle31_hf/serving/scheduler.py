@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .batch import Batch
     from .rows import ServedText
 
+RETRY_AFTER_S = "5"
 PROMPTS_IN_A_BUDGET = 4
 """Most prompts begun between two rounds."""
 
@@ -32,31 +33,24 @@ class Scheduler:
     """The queue of a batch, and its turns. `submit` may be called from any thread, all else by the one that works.
 
     Args:
-        batch: reads and writes.
-        max_waiting: requests that may wait beyond those a row is free for.
+        batch: reads and writes, and says how many may wait beyond those a row is free for.
 
     Attributes:
         requests, totals: texts that have ended, by how, and sums of their `Usage`.
     """
 
-    def __init__(self, batch: Batch, *, max_waiting: int):
-        self.batch, self.max_waiting = batch, max_waiting
+    def __init__(self, batch: Batch):
+        self.batch, self.settings = batch, batch.settings
         self.waiting: list[ServedText] = []
         self.requests, self.totals = Counter[str](), Counter[str]()
 
     def submit(self, text: ServedText) -> None:
         """Line it up."""
-        waiting = len(self.waiting) + self.running - self.batch.max_rows
-        if waiting >= self.max_waiting:
+        waiting = len(self.waiting) + self.running - self.settings.max_rows
+        if waiting >= self.settings.max_waiting:
             message = f"{count(waiting, 'text')} waiting already, as many as may; try again later"
-            raise ApiError(message, status=429, code="queue_full", headers={"Retry-After": str(self._retry_after_s)})
+            raise ApiError(message, status=429, code="queue_full", headers={"Retry-After": RETRY_AFTER_S})
         self.waiting.append(text)
-
-    @property
-    def _retry_after_s(self) -> int:
-        """A guess how long a full queue takes to move: thirty rounds."""
-        stats = self.batch.stats
-        return max(1, min(60, round((stats.draft_s + stats.verify_s) / max(1, stats.passes) * 30)))
 
     @property
     def running(self) -> int:
@@ -72,7 +66,7 @@ class Scheduler:
     def turn(self) -> None:
         """Read prompts as far as the budget goes, or whole where nothing is written yet; then a round of all that
         write. What fails ends the text that is read, or those of the round."""
-        left = self.batch.prefill_chunk
+        left = self.settings.prefill_chunk
         while (left > 0 or not self.batch.texts) and (text := self._next_to_read()) is not None:
             try:
                 left -= self._read(text, left)
@@ -87,7 +81,7 @@ class Scheduler:
         for text in self.texts:
             if text.cancelled and text not in self.batch.texts:
                 self._let_go(text, Event(finish="cancelled"))
-        has_row = len(self.batch.texts) < self.batch.max_rows
+        has_row = len(self.batch.texts) < self.settings.max_rows
         return self.batch.reading or (self.waiting[0] if self.waiting and has_row else None)
 
     def _read(self, text: ServedText, left: int) -> int:
@@ -96,7 +90,7 @@ class Scheduler:
         if batch.reading is not text:
             self.waiting.remove(text)
             batch.begin(text)
-            taken = max(0, batch.prefill_chunk // PROMPTS_IN_A_BUDGET - batch.to_read)
+            taken = max(0, self.settings.prefill_chunk // PROMPTS_IN_A_BUDGET - batch.to_read)
         num_tokens = batch.to_read if is_alone else min(batch.to_read, max(0, left - taken))
         if num_tokens:
             batch.read(num_tokens)

@@ -81,9 +81,9 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Usage:
-    """What a text took.
+    """What a text has taken so far.
 
     Attributes:
         cached_tokens: of the prompt, those that did not have to be read again.
