@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -79,23 +80,12 @@ def compute_features(binding: TargetBinding, input_ids: Tensor, position_ids: Te
 
 
 def _features_apart(binding: TargetBinding, input_ids: Tensor, position_ids: Tensor) -> TargetFeatures:
-    """The same where layers with states would read on from one document into the next: each is a row of its own.
-
-    Those of similar length are read together; pads behind a document change nothing in it.
-    """
-    starts = (position_ids == 0).flatten().nonzero().flatten().tolist()
-    spans = list(zip(starts, [*starts[1:], input_ids.numel()], strict=True))
-    alike: dict[int, list[tuple[int, int]]] = {}
-    for start, end in spans:
-        alike.setdefault((end - start).bit_length(), []).append((start, end))
-    parts: dict[int, tuple[Tensor, ...]] = {}  # by where a document starts
-    for group in alike.values():
-        rows = torch.nn.utils.rnn.pad_sequence([input_ids.flatten()[slice(*span)] for span in group], batch_first=True)
-        positions = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
-        apart = compute_features(binding, rows, positions)
-        for row, (start, end) in enumerate(group):
-            parts[start] = tuple(each[row, : end - start] for each in apart)
-    joined = (torch.cat(column) for column in zip(*(parts[start] for start in starts), strict=True))
+    """The same where layers with states would read on from one document into the next: each is read by itself."""
+    ids, positions = input_ids.flatten(), position_ids.flatten()
+    starts = (positions == 0).nonzero().flatten().tolist()
+    spans = pairwise([*starts, len(ids)])
+    parts = [compute_features(binding, ids[None, start:end], positions[None, start:end]) for start, end in spans]
+    joined = (torch.cat(column, dim=1) for column in zip(*parts, strict=True))
     return TargetFeatures(*(states.reshape(*input_ids.shape, -1) for states in joined))
 
 
