@@ -252,7 +252,7 @@ def _message(entry: Any, where: str) -> Message:
     if not isinstance(role, str) or not role:
         raise TrainingError(f"{where} has no role (keys: {', '.join(map(str, entry))}); wanted role and content")
     _refuse(entry, _UNREAD_IN_A_MESSAGE, where, "give calls as tool_calls, and train on rows of text alone")
-    message: Message = {"role": "system" if role == "developer" else role, "content": _content(content, where)}
+    message: Message = {"role": "system" if role == "developer" else role, "content": _text(content, where)}
     if _weight(entry, where) == 0:
         message["weight"] = 0
     if entry.get("tool_calls"):
@@ -281,12 +281,12 @@ def _speaker(name: Any, where: str) -> str:
     return role
 
 
-def _content(content: Any, where: str) -> str:
+def _text(content: Any, where: str) -> str:
     """Null is an empty text (a turn that only calls tools); text parts are joined."""
-    if content is None:
-        return ""
     if not isinstance(content, list):
-        return _text(content, where)
+        if not isinstance(content, str | None):
+            raise TrainingError(f"{where}: content is {type(content).__name__}; wanted text")
+        return content or ""
     parts = [_object(part, f"{where}, content") for part in content]
     kinds = sorted({str(part.get("type")) for part in parts} - {"text"})
     if kinds:
@@ -302,12 +302,6 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         arguments = parsed(arguments, f"{where}, arguments")
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise TrainingError(f"{where}: content is {type(value).__name__}; wanted text")
-    return value
 
 
 def parsed(text: str, where: str, *, is_file: bool = False) -> Any:
