@@ -7,11 +7,8 @@ import json
 import math
 import time
 import warnings
-from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -70,7 +67,6 @@ STAGE_TWO_RATE = 0.1
 """Of the learning rate, in stage 2."""
 WARMUP_SHARE = 0.03
 MOST_GRADIENT_NORM = 0.5
-MOST_STEPS = 2**40
 PATIENCE = 5
 """Measurements without progress after which training stops."""
 KEPT_CHECKPOINTS = 3  # the best, the last, and the one being written
@@ -249,10 +245,7 @@ class Run:
         path = data_file(settings.out, "conversations", self.rank)
         mine = self._share(conversations)
         with Counting(self.console, "the target writes answers", len(mine)) as counting:
-            written = regenerate(
-                mine, self.target, self.tokenizer, path, settings,
-                say=partial(say, self.console), on_progress=counting.advance,
-            )  # fmt: skip
+            written = regenerate(mine, self.target, self.tokenizer, path, settings, on_progress=counting.advance)
         in_order = zip_longest(*gather_object([written]))  # as `_share` has dealt them out
         return [each for of_all in in_order for each in of_all if each is not None]
 
@@ -298,20 +291,22 @@ class Run:
         disk = 12 * KEPT_CHECKPOINTS * sum(each.numel() for each in model.parameters())  # float32, and two moments
         require_disk(settings.out, disk, f"keeping {KEPT_CHECKPOINTS} checkpoints")
         batch = [dataset[index % len(dataset)] for index in range(settings.batch_rows)]
-        plan = TrainingPlan(
+        step_s = settings.accumulate * time_step(model, batch, bf16=self.bf16)
+        measurement_s = time_measurement(model.drafter, known)
+        steps = self._steps_in_time(step_s, measurement_s) if steps is None else steps
+        return TrainingPlan(
             rows=len(dataset),
             tokens=sum(len(document.input_ids) for document in dataset.documents),
             supervised_tokens=int(counts.sum()),
             coverage=share_covered(counts, model.drafter.draft_ids),
             rows_per_step=self._rows_per_step,
-            steps=0,
-            step_s=settings.accumulate * time_step(model, batch, bf16=self.bf16),
-            measurements=0,
-            measurement_s=time_measurement(model.drafter, known),
+            steps=steps,
+            step_s=step_s,
+            measurements=math.ceil(steps / settings.eval_steps) + 1,  # of the best drafter at the end
+            measurement_s=measurement_s,
             prompts=prompts,
             disk_bytes=disk,
         )
-        return self._with_steps(plan, self._steps_in_time(plan) if steps is None else steps)
 
     def _known_steps(self) -> int | None:
         """Steps that are known before texts are read: by the settings or, since the learning rate decays over them, by
@@ -324,22 +319,16 @@ class Run:
     def _rows_per_step(self) -> int:
         return self.settings.batch_rows * self.settings.accumulate * self.processes.num_processes
 
-    def _with_steps(self, plan: TrainingPlan, steps: int) -> TrainingPlan:
-        measured = steps // min(self.settings.eval_steps, max(1, steps)) + 1  # and the best drafter at the end
-        return replace(plan, steps=steps, measurements=measured)
-
-    def _steps_in_time(self, plan: TrainingPlan) -> int:
-        """As many steps as are done and measured in the minutes that the settings give."""
+    def _steps_in_time(self, step_s: float, measurement_s: float) -> int:
+        """As many steps, each of so many seconds, as are done and measured in the minutes that the settings give."""
         left_s = 60.0 * (self.settings.minutes or 0.0) - (time.monotonic() - self.started)
-
-        def seconds_of(steps: int) -> float:
-            return self._with_steps(plan, steps).total_s
-
-        steps = int(broadcast_object_list([bisect_right(range(1, MOST_STEPS), left_s, key=seconds_of)])[0])
-        if not steps:
+        ends_s = 2 * measurement_s  # behind the last step, and of the best drafter
+        steps = int((left_s - ends_s) / (step_s + measurement_s / self.settings.eval_steps))
+        steps = int(broadcast_object_list([steps])[0])
+        if steps < 1:
             raise TrainingError(
                 f"{left_s / 60:.1f} of the minutes are left after texts were written and read, and one step and its "
-                f"measurement take {seconds_of(1) / 60:.1f}; give more minutes, or less to write and to measure "
+                f"measurements take {(step_s + ends_s) / 60:.1f}; give more minutes, or less to write and to measure "
                 "(--max-rows, --held-out, --eval-new-tokens)"
             )
         return steps

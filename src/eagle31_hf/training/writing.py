@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
-from ..errors import TrainingError, count
+from ..errors import TrainingError
 from ..memory.plan import size_text
 from ..sampling.logits_processing import end_ids, sampling_options
 from ..texts.rows import Conversation, Message
@@ -32,8 +32,6 @@ from .settings import TrainingSettings
 
 ASKING_ROLES = ("user", "tool", "text")
 ROOM_FOR_AN_ANSWER = 8
-BYTES_PER_TOKEN = 8
-"""Text and ids of one token in a JSON line, measured on English dialogue (4 + 4)."""
 
 OnProgress = Callable[[int, float], None]
 """Called with how many rows have ended since the last call, and how much of the others is written, in rows."""
@@ -109,7 +107,6 @@ def regenerate(
     path: Path,
     settings: TrainingSettings,
     *,
-    say: Callable[[str], None] = lambda text: None,
     on_progress: OnProgress = lambda ended, underway: None,
 ) -> list[Conversation | None]:
     """Conversations whose last turn the target wrote, `None` for one whose context is too long for its first turn.
@@ -119,7 +116,6 @@ def regenerate(
 
     Args:
         settings: resolved.
-        say: told how much disk is needed, if anything is to be written.
     """
     lines = KeptLines(
         path,
@@ -134,11 +130,6 @@ def regenerate(
     missing = [
         RowToWrite.of(each, key, settings) for each, key in zip(conversations, keys, strict=True) if key not in kept
     ]
-    if missing:
-        most_answers = sum(len(row.given) for row in missing)
-        needed = sum(row.length for row in missing) + most_answers * settings.max_new_tokens * BYTES_PER_TOKEN
-        require_disk(path, needed, f"writing {count(len(missing), 'conversation')}")
-        say(f"the target writes its own turns: at most {size_text(needed)} in {path}")
     on_progress(len(conversations) - len(missing), 0.0)
     for batch in batches(missing, settings.write_rows):
         write_turns(batch, target, tokenizer, settings, on_progress)
