@@ -112,6 +112,6 @@ class Mirror:
         self.cache.commit(counts)
         self.rows = [row + new[:n].tolist() for row, new, n in zip(self.rows, tokens, counts, strict=True)]
 
-    def rollback(self, lengths: list[int]) -> None:
-        self.cache.rollback(lengths)
-        self.rows = [row[:n] for n, row in zip(lengths, self.rows, strict=True)]
+    def reset(self) -> None:
+        self.cache.reset()
+        self.rows = [[] for _ in self.rows]

@@ -1,4 +1,4 @@
-"""Whatever was written, kept, cut and picked: the cache holds what a list of lists holds."""
+"""Whatever was written, kept, dropped and picked: the cache holds what a list of lists holds."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mirror import DTYPES, Mirror
-
-from eagle31_hf.errors import UnsupportedGenerationError
 
 
 @settings(max_examples=150, deadline=None)
@@ -32,28 +30,19 @@ def test_random_histories_equal_a_list_of_lists(data: st.DataObject) -> None:
         if after:
             tokens = torch.cat([tokens, mirror.write(after, after=tokens.shape[1])], dim=1)
         size, rows = tokens.shape[1], mirror.rows
-        action = draw(st.sampled_from(["keep", "commit", "forget", "select", "crop"]))
+        action = draw(st.sampled_from(["keep", "commit", "forget", "select", "reset"]))
         if action == "keep":
             paths = [sorted(draw(st.sets(st.integers(0, size - 1)))) for _ in rows]
             mirror.keep(tokens, paths)
         elif action == "commit":
             mirror.commit(tokens, [draw(st.integers(0, size)) for _ in rows])
         elif action == "forget":
-            mirror.rollback(mirror.cache.lengths)
+            mirror.cache.forget()
         elif action == "select":
             mirror.select(draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=3)))
         else:
-            wanted = [draw(st.integers(0, len(row))) for row in rows]
-            # A ring of 3 gives back only rows it never overwrote.
-            lost = [0 < n < len(row) and len(row) > 3 for n, row in zip(wanted, rows, strict=True)]
-            if 4 in windows and any(lost):
-                with pytest.raises(UnsupportedGenerationError, match="sliding-window"):
-                    mirror.rollback(wanted)
-                wanted = mirror.cache.lengths
-            mirror.rollback(wanted)
+            mirror.reset()
         mirror.check()
-    mirror.cache.reset()
-    assert mirror.cache.lengths == [0] * len(mirror.rows)
 
 
 @pytest.mark.parametrize("slab", [None, 16])
@@ -71,17 +60,3 @@ def test_buffers_stay_where_they_are(slab: int | None) -> None:
     assert mirror.cache.layers[1].keys.shape[2] == 3 + 8
 
 
-def test_a_failed_commit_of_a_ring_is_not_rolled_back_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    mirror = Mirror([4, 4], cache_type="full")
-    mirror.commit(mirror.write(8), [8])
-    mirror.write(4)
-
-    def fail(*_):
-        raise torch.OutOfMemoryError("injected")
-
-    monkeypatch.setattr(mirror.cache.layers[1], "copy", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        mirror.cache.commit(2)
-    with pytest.raises(UnsupportedGenerationError, match="prefill"):
-        mirror.rollback([8])
-    mirror.rollback([0])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from eagle31_hf.cache.spans import LayerKind, LayerKinds
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import Recorded
 from eagle31_hf.cache.states import CONVOLUTION, RECURRENT
-from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
+from eagle31_hf.errors import IncompatibleTargetError
 
 SIZES: dict[str, Any] = {"capacity": 32, "block": 8}
 CONV, REC = (CONVOLUTION, 0), (RECURRENT, 0)
@@ -83,57 +82,30 @@ def test_each_row_keeps_the_state_of_its_last_kept_node() -> None:
     assert cache.lengths == [2, 2, 6]
 
 
-def test_rows_that_begin_beside_others() -> None:
-    """One has no token yet: its first state is nothing, not what another text has left there."""
-    cache = cache_of(2)
-    read(cache, [[5.0, 6], [7, 8]])
-    cache.commit(2)
-    cache.rollback([0, 2])
-    read(cache, [[1.0], [1]], is_draft=True)
-    cache.commit([1, 1])
-    assert states(cache) == ([1, 16], [[0, 1], [8, 1]])
-
-
 def test_a_forward_that_fails_leaves_nothing() -> None:
     cache = cache_of(1)
     read(cache, [[1.0, 2]])
     cache.commit(2)
     before = states(cache)
     read(cache, [[3.0, 4]], is_draft=True)
-    cache.rollback([2])
+    cache.forget()
     assert states(cache) == before
     cache.place(1, is_draft=True)
     layer = cache.with_states[0]
     layer.begin(cache.placement.groups[0])
     cache.get_recurrent_state(0).fill_(99)  # and then it fails
-    cache.rollback(cache.lengths)
+    cache.forget()
     assert states(cache) == before
 
 
-def test_a_row_goes_back_to_nothing_only() -> None:
+def test_rows_begin_anew() -> None:
     cache = cache_of(2)
     read(cache, [[1.0, 2], [3, 4]])
     cache.commit(2)
-    with pytest.raises(UnsupportedGenerationError, match="layers with states"):
-        cache.rollback([1, 2])
-    assert cache.lengths == [2, 2]
     cache.reset()
     read(cache, [[5.0], [6]])
     cache.commit(1)
     assert states(cache) == ([5, 6], [[0, 5], [0, 6]])
-
-
-def test_a_commit_that_fails_half_way_is_no_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = cache_of(1)
-    read(cache, [[1.0, 2]])
-    cache.commit(2)
-    read(cache, [[3.0]])
-    with monkeypatch.context() as broken:
-        broken.setattr("eagle31_hf.cache.states.make_moves", mock.Mock(side_effect=MemoryError))
-        with pytest.raises(MemoryError):
-            cache.commit(1)
-    with pytest.raises(UnsupportedGenerationError, match="layers with states"):
-        cache.rollback([2])
 
 
 def test_a_state_that_no_mixer_writes_is_an_error() -> None:
@@ -157,5 +129,5 @@ def test_a_state_that_two_modules_write_is_an_error(placing: dict[str, Any]) -> 
     read(cache, [[3.0, 4], [5, 0]], **placing)
     with pytest.raises(IncompatibleTargetError, match=r"two modules .* write the conv_states of layer 0"):
         forward(cache, torch.tensor([[3.0, 4], [5, 0]]))
-    cache.rollback([1, 1])
+    cache.forget()
     assert states(cache) == ([1, 2], [[0, 1], [0, 2]])

@@ -95,7 +95,7 @@ def test_a_cache_that_cannot_grow_grows_by_less(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("name", "shape"), [("mistral", "chain"), ("mistral", "tree"), ("gemma3", "tree")])
 @pytest.mark.thorough(every=3)
 def test_windows_that_have_slid_are_read_again(name: str, shape: str) -> None:
-    """A ring cannot be rolled back: the caches are made anew from the text."""
+    """The caches are made anew from the text."""
     for place in ("absorb", "copy", "keep", "commit", "write", "verify", "rows of the cache"):
         for first in (2, 4):
             assert_survives(name, shape, 3, Fault(first).before(*METHODS[place]), end=True)
@@ -181,13 +181,6 @@ def test_a_long_prompt_is_read_in_smaller_chunks() -> None:
         assert torch.equal(target.generate(ids, assistant_model=drafter, **arguments), truth)
     assert steps_of("llama") == {FREED: 1, CHUNKED: 1}
     assert widths[:3] == [100, 100, 32], "not below the smallest chunk, though a fourth would be 25"
-
-
-def test_what_was_read_before_a_failure_is_not_read_again() -> None:
-    reads: list[int] = []
-    fault = Fault(3, holds=lambda _reader, columns, *_: reads.append(columns.shape[1]) or True)  # type: ignore[func-returns-value]
-    assert_survives("llama", "chain", 1, fault.before(ChunkedPrefill, "_forward"))
-    assert reads[:4] == [5, 5, 3, 3]
 
 
 # --- when nothing is left ---------------------------------------------------------------------------------------------

@@ -19,16 +19,14 @@ from .slot_moves import DeviceCopies
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows that a mixer reads in one call: they have as many tokens each, and all of them have a state or none has.
+    """Rows that a mixer reads in one call: they have as many tokens each.
 
     Attributes:
         count: tokens of each.
-        begins: whether they have no state yet.
         index: the rows, as one tensor on every device; `None`: all there are.
     """
 
     count: int
-    begins: bool
     index: DeviceCopies | None = None
 
     def rows_on(self, device: torch.device) -> Tensor | None:
@@ -36,15 +34,15 @@ class RowGroup:
         return None if self.index is None else self.index.on(device)[0]
 
 
-def row_groups(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> list[RowGroup]:
-    """The groups of rows with `lengths` committed tokens that read so many more; rows that read none are in none."""
-    groups: dict[tuple[int, bool], list[int]] = {}
-    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+def row_groups(counts: Sequence[int], device: torch.device) -> list[RowGroup]:
+    """The groups of rows that read so many tokens; rows that read none are in none."""
+    if len(set(counts)) == 1 and counts[0]:
+        return [RowGroup(counts[0])]
+    groups: dict[int, list[int]] = {}
+    for row, count in enumerate(counts):
         if count:
-            groups.setdefault((count, length == 0), []).append(row)
-    if len(groups) == 1 and len(next(iter(groups.values()))) == len(lengths):
-        return [RowGroup(*key) for key in groups]
-    return [RowGroup(*key, DeviceCopies(on_device(rows, device))) for key, rows in groups.items()]
+            groups.setdefault(count, []).append(row)
+    return [RowGroup(count, DeviceCopies(on_device(rows, device))) for count, rows in groups.items()]
 
 
 class Placement:
@@ -125,9 +123,14 @@ class Placement:
     def read_states(self, counts: Sequence[int] | None, *, is_draft: bool) -> None:
         """Say how layers with states read the placed block; see `SpeculativeCache.place`."""
         self.counts, self.is_draft = counts or [self.num_tokens] * self.batch_size, is_draft
-        self.groups = row_groups(self.lengths, self.counts, self.device)
-        begins = any(group.begins for group in self.groups)
-        assert not (self.is_chain and begins), "layers with states read a part of the text before the first drafts"
+        self.groups = row_groups(self.counts, self.device)
+        assert self.begins or min(self.lengths), "rows begin together"
+        assert not (self.is_chain and self.begins), "layers with states read a part of the text before the first drafts"
+
+    @property
+    def begins(self) -> bool:
+        """Whether no row has a state yet."""
+        return not self.longest
 
     @property
     def is_chain(self) -> bool:

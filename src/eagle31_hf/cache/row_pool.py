@@ -77,7 +77,7 @@ class RowPool(SpeculativeCache):
 
     def _set_live(self, lengths: list[int]) -> None:
         self.placement.set_batch(len(lengths))
-        self._set_rows(lengths)
+        self.placement.set_lengths(lengths)
 
     def empty(self) -> None:
         """No row is live or parked, and nothing of what was ever written is left."""
@@ -92,7 +92,7 @@ def resume_row(cache: SpeculativeCache, pool: RowPool, place: int, length: int) 
     assert pool.can_resume(place, length), "that is asked before"
     cache.reset()
     copy_row(pool, place, cache, 0, length)
-    cache._set_rows([length])
+    cache.placement.set_lengths([length])
 
 
 def copy_row(source: SpeculativeCache, row: int, target: SpeculativeCache, place: int, length: int) -> None:

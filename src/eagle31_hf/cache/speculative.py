@@ -7,10 +7,10 @@ One round, for target and drafter alike:
           position_ids=cache.position_ids(depths))
     cache.keep(paths)                                # accepted nodes become the row's next tokens
 
-`lengths` moves only in `keep`, `commit` and `rollback`. What a forward writes lies beyond it until then, so a forward
+`lengths` moves only in `keep`, `commit` and `reset`. What a forward writes lies beyond it until then, so a forward
 that fails half-way leaves nothing to undo. Rejected and padded slots are never cleared: masks hide them until they
 are overwritten. Layers that keep recurrent and convolution states (`states`) keep one of each row, that of its last
-committed token, so a row cannot go back to an earlier one. With `cache_type` `"int8"` keys and values are
+committed token. A row never goes back to an earlier one. With `cache_type` `"int8"` keys and values are
 stored in 8 bits (`quantized`), with nothing else changed. Left out on purpose: eviction, paging, prefix sharing.
 Use under `torch.no_grad()`: the buffers are written in place.
 """
@@ -74,7 +74,6 @@ class SpeculativeCache(Cache):
         self.placement = Placement(batch_size, min(block, capacity), self.device)
         self._workspace = Workspace()
         self.position_offsets: Tensor | None = None  # (A, B): what a row's slots are short of its positions, by axis
-        self._ends = [0] * batch_size  # of each row, one past the newest token that rings and states have ever read
         in_eight_bits = self._workspace if cache_type == "int8" else None
         layers = [
             make_layer(kind, index, self.placement, in_eight_bits) for index, kind in enumerate(self.kinds.layers)
@@ -249,8 +248,6 @@ class SpeculativeCache(Cache):
         """
         before = self.lengths
         lengths = [length + len(row) for length, row in zip(before, nodes, strict=True)]
-        # Noted before the first copy: a copy that fails may have overwritten what a rollback would need.
-        self._ends = [max(end, length) for end, length in zip(self._ends, lengths, strict=True)]
         if self.has_states and lengths != before:
             settle(self.with_states, LastNodes(self.placement.last_state_nodes(nodes), self.device))
         moves = {ring: slot_moves(before, nodes, ring, self.device) for ring in (None, *self.kinds.rings)}
@@ -265,39 +262,13 @@ class SpeculativeCache(Cache):
         counts = [num_tokens] * self.batch_size if isinstance(num_tokens, int) else num_tokens
         self.keep([range(count) for count in counts])
 
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """Truncate rows to these committed lengths and forget what is placed. The present lengths undo a forward.
-
-        Windowed layers have overwritten what left their window, so their rows go back to 0, or to any length as long
-        as they never outgrew the ring (`window - 1` tokens). Rows with states stay where they are or go back to 0.
-
-        Raises:
-            UnsupportedGenerationError: a length is no longer held. Nothing was changed.
-        """
-        new = [int(length) for length in lengths]
-        assert all(0 <= length <= old for length, old in zip(new, self.lengths, strict=True)), (new, self.lengths)
-        rings = self.kinds.rings
-        lost = [
-            row
-            for row, (length, end) in enumerate(zip(new, self._ends, strict=True))
-            if 0 < length < end and (self.has_states or (rings and end > min(rings)))
-        ]
-        if lost:
-            kind = "layers with states" if self.has_states else "sliding-window layers"
-            raise UnsupportedGenerationError(
-                f"rows {lost} cannot go back to {[new[row] for row in lost]} tokens: their {kind} have read "
-                f"{[self._ends[row] for row in lost]} and hold only what is needed to go on; roll back to 0 and prefill"
-            )
-        self._set_rows(new)
-
-    def _set_rows(self, lengths: list[int]) -> None:
-        """Rows of so many tokens, and nothing was read behind them."""
-        self._ends = lengths.copy()
-        self.placement.set_lengths(lengths)
+    def forget(self) -> None:
+        """Nothing is placed: nothing of the last block is kept."""
+        self.placement.set_lengths(self.lengths)
 
     def reset(self) -> None:
         """Empty every row; buffers stay allocated."""
-        self.rollback([0] * self.batch_size)
+        self.placement.set_lengths([0] * self.batch_size)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row may repeat. Drops what is placed; the buffers are copied."""
@@ -305,11 +276,10 @@ class SpeculativeCache(Cache):
             layer.select_rows(rows)
         for states in self.with_states:
             states.select_states(rows)
-        before, ends, offsets = self.lengths, self._ends, self.position_offsets
+        before, offsets = self.lengths, self.position_offsets
         self.offset_positions(None if offsets is None else offsets[:, rows])
         self.placement.set_batch(len(rows))
         self.placement.set_lengths([before[row] for row in rows])
-        self._ends = [ends[row] for row in rows]
 
     # In and out ------------------------------------------------------------------------------------------------------
 
@@ -338,7 +308,7 @@ class SpeculativeCache(Cache):
             if content.states:
                 assert isinstance(layer, StateLayer)
                 layer.load_states(content.states)
-        self._set_rows(lengths)
+        self.placement.set_lengths(lengths)
 
     def held_states(self) -> StateSnapshot:
         """The states of all rows, which are of equal length, as copies."""

@@ -82,7 +82,7 @@ class StateLayer(LinearAttentionLayer):
     def begin(self, rows: RowGroup) -> None:
         """A mixer is about to read its tokens of these rows."""
         self._reads, self._open = rows, {}
-        self.has_previous_state = dict.fromkeys(range(self.number_of_states), not rows.begins)
+        self.has_previous_state = dict.fromkeys(range(self.number_of_states), not self.placement.begins)
 
     def end(self, recorded: Recorded | None = None) -> None:
         """The mixer has left the states behind its tokens or, of a chain, what is `recorded` of it."""
@@ -118,7 +118,7 @@ class StateLayer(LinearAttentionLayer):
             return None
         live, after = self._live(key), self._room(key)
         rows = self._reads.rows_on(after.device)
-        if self._reads.begins:
+        if self.placement.begins:
             self._open[key] = (after if rows is None else after[rows]).zero_()
         else:
             self._open[key] = after.copy_(live) if rows is None else live.index_select(0, rows)

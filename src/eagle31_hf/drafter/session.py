@@ -196,16 +196,11 @@ class DraftSession:
         normed, feedback = self._decode(tokens, feedback, self.rotary_at(depth), after=after, ancestors=ancestors)
         return DraftState(self.drafter.draft_logits(normed), feedback)
 
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """Truncate rows to these lengths of the drafter's cache, and forget what was put off. `root` stays what it was
-        until the next `absorb`."""
+    def reset(self) -> None:
+        """Empty every row, and forget what was put off. `root` stays what it was until the next `absorb`."""
         self._unread.clear()
-        self.cache.rollback(lengths)
+        self.cache.reset()
         self._rotary = None
-
-    def forget_draft(self) -> None:
-        """Take back what a draft has written: nothing of it was committed."""
-        self.cache.rollback(self.cache.lengths)
 
     def _decode(
         self,

@@ -171,12 +171,12 @@ class SpeculativeDecoder:
         self.caches.drafter, self.largest = None, self.largest.cut_to(0)
         self.drop_graphs()
 
-    def renew_caches(self, batch_size: int) -> None:
-        """Go on over empty caches for so many rows; the old ones go before the new ones come."""
+    def renew_caches(self) -> None:
+        """Go on over empty caches for the present rows; the old ones go before the new ones come."""
         drafts = self.caches.drafter is not None
         self.caches.give_back()
         del self.round
-        caches = self._new_caches(batch_size)
+        caches = self._new_caches(len(self.rows))
         if not drafts:
             caches.drafter = None
         self.round = self._rounds_over(caches)
@@ -229,13 +229,18 @@ class SpeculativeDecoder:
     # --- prefill -------------------------------------------------------------------------------------------------
 
     def prefill(self) -> None:
-        """Target and drafter read the prompts; then the target's first token."""
+        """Target and drafter read the prompts; then the target's first token. If that is there already, they read all
+        that was written."""
         self.stage = Stage.PREFILL
         skip = self.request.start.skip
         with self.clock.phase("prefill"):
             self.request.start.load(self.caches.target, self.caches.drafter)
             texts = [self.sequences.text(row, skip) for row in self.rows]
-            self.first_token(self.read(texts, unread=0))
+            if not any(self.sequences.new[row] for row in self.rows):
+                return self.first_token(self.read(texts, unread=0))
+            self.read(texts, unread=1)
+        self.stage = Stage.COMMIT
+        self.let_ended_rows_go(self.unfinished_rows())
 
     def read(self, texts: Sequence[Sequence[int]], *, unread: int) -> PrefillState:
         """Target and drafter read what lies behind their caches, in chunks; see `PrefillState`."""

@@ -114,15 +114,11 @@ class PairCaches:
         if self.drafter is not None:
             self.drafter.select_rows(rows)
 
-    def rollback(self, target: Sequence[int], drafter: Sequence[int]) -> None:
-        """Truncate rows to these lengths and forget what is placed.
-
-        Raises:
-            UnsupportedGenerationError: a length is no longer held.
-        """
-        self.target.rollback(target)
+    def reset(self) -> None:
+        """Empty every row."""
+        self.target.reset()
         if self.drafter is not None:
-            self.drafter.rollback(drafter)
+            self.drafter.reset()
 
     def catch_up(self) -> None:
         """Let the drafter read what it has put off."""
@@ -136,9 +132,8 @@ class PairCaches:
 
     def forget_round(self) -> None:
         """Take back what an unfinished round has written: nothing of it was committed."""
-        self.target.rollback(self.target.lengths)
-        if self.drafter is not None:
-            self.drafter.forget_draft()
+        for cache in self._both:
+            cache.forget()
 
     def release(self) -> None:
         """Give back what can be made again."""
@@ -180,7 +175,7 @@ class PooledDraftSession(DraftSession):
 
     def empty(self) -> None:
         """Forget all rows."""
-        self.rollback(self.cache.lengths)  # and what was put off
+        self.reset()
         self.cache.empty()
         self._root = None
 

@@ -1,8 +1,8 @@
 """A generation that goes on where memory runs out, and writes what it would have written.
 
-The text is the state. Caches hold a prefix of it and can always be made to: what a failed forward wrote lies beyond
-their lengths and is forgotten, and where a failure leaves one cache ahead of the other, both go back to what they have
-in common and read the rest again (`prefill`). So a failure costs time and one step down, never a token:
+The text is the state. What a failed draft or verification wrote lies beyond the caches' lengths and is forgotten; after
+any other failure the caches are made anew and read the text again (`prefill`). So a failure costs time and one step
+down, never a token:
 
     free             workspaces, graphs and what the allocator keeps back; once for each stage
     chunk            less of the prompt per forward, where it is read
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..errors import OutOfMemoryError, UnsupportedGenerationError, first_line, is_callers
+from ..errors import OutOfMemoryError, first_line, is_callers
 from ..memory.apply_plan import run_ledger
 from ..memory.ledger import MemorySettings
 from .carried_cache import CarriedCache
@@ -58,9 +58,7 @@ class RecoveringDecoder:
     def __init__(self, decoder: SpeculativeDecoder):
         self.decoder, self.request, self.sequences = decoder, decoder.request, decoder.sequences
         self._freed: set[Stage] = set()  # what comes back there will come back again
-        self._held_rows = list(decoder.rows)  # rows the caches held when the running action began
         self._snapshot = self.sequences.snapshot()
-        self._is_stale = False  # the caches cannot be brought back to any prefix of the text
 
     def run(self) -> Tensor:
         """Write until every row must stop, within the decoder's `borrowing`. Returns `(B, L + n)` ids.
@@ -78,7 +76,7 @@ class RecoveringDecoder:
 
     def _survive(self, action: Callable[[], None]) -> None:
         """Do it, with less and less where memory runs out."""
-        self._held_rows, self._snapshot = list(self.decoder.rows), self.sequences.snapshot()
+        self._snapshot = self.sequences.snapshot()
         cause: Exception | None = None
         while True:
             try:
@@ -106,11 +104,10 @@ class RecoveringDecoder:
             self._snapshot = self.sequences.snapshot()
         else:
             self.sequences.restore(self._snapshot)
-        if stage in (Stage.DRAFT, Stage.VERIFY) and not self._is_stale:
+        if stage in (Stage.DRAFT, Stage.VERIFY):
             decoder.caches.forget_round()
             return decoder.step
-        self._is_stale = self._is_stale or not self._return_to_common_prefix()
-        return self._read_text
+        return self._read_again
 
     def _give_up(self) -> FallbackStep | None:
         """Take the next step for a failure at this stage; `None` when nothing that helps there is left."""
@@ -172,73 +169,16 @@ class RecoveringDecoder:
             "other programs hold; `eagle31 plan` shows what fits"
         )
 
-    # --- bringing text and caches in order -----------------------------------------------------------------------
-
-    @property
-    def _loaded(self) -> tuple[int, int]:
-        """Tokens target and drafter had in their caches before the prompts' unread part."""
-        start = self.request.start
-        of_drafter = 0 if start.drafter is None else start.drafter.get_seq_length()
-        return start.before_prompts + start.skip, of_drafter
-
-    def _return_to_common_prefix(self) -> bool:
-        """Cut both caches back to what both have read of the text. False if that cannot be had any more."""
-        decoder, caches = self.decoder, self.decoder.caches
-        if decoder.rows != self._held_rows:  # one of them may have let rows go already, or some of its layers
-            decoder.rows = list(self._held_rows)
-            return False
-        of_target, of_drafter = self._loaded
-        read = [length - of_target for length in caches.target.lengths]
-        if caches.drafter is not None:
-            paired = [length - of_drafter for length in caches.drafter.cache.lengths]
-            read = [min(pair) for pair in zip(read, paired, strict=True)]
-        # At least one token is read again: its logits are the next token's, or it renews the drafter's state.
-        spare = 2 if caches.drafter is not None and self._has_begun else 1
-        lengths = [len(self.sequences.text(row, self.request.start.skip)) for row in decoder.rows]
-        held = [min(n, length - spare) for n, length in zip(read, lengths, strict=True)]
-        # A prompt with pictures is read whole or not at all.
-        least = [0] * len(held) if self.request.prompts is None else self.request.prompts.lengths(decoder.rows)
-        if any(n < wanted for n, wanted in zip(held, least, strict=True)):
-            return False
-        try:
-            caches.rollback([of_target + n for n in held], [of_drafter + n for n in held])
-        except UnsupportedGenerationError:  # windows have slid
-            return False
-        return True
-
-    @property
-    def _has_begun(self) -> bool:
-        return any(self.sequences.new[row] for row in self.decoder.rows)
-
-    def _read_text(self) -> None:
-        """Read what the caches do not hold of the text, then go on as after a prefill or a round."""
-        decoder = self.decoder
-        decoder.stage = Stage.PREFILL
-        with decoder.clock.phase("prefill"):
-            if self._is_stale:
-                self._start_again()
-            if not decoder.rows:
-                return
-            of_target, _ = self._loaded
-            texts = [
-                self.sequences.text(row, self.request.start.skip)[length - of_target :]
-                for row, length in zip(decoder.rows, decoder.caches.target.lengths, strict=True)
-            ]
-            if not self._has_begun:
-                return decoder.first_token(decoder.read(texts, unread=0))
-            decoder.read(texts, unread=1)
-            decoder.stage = Stage.COMMIT
-            decoder.let_ended_rows_go(decoder.unfinished_rows())
-
-    def _start_again(self) -> None:
-        """Fresh caches for the rows whose caches are still needed, holding what the turn began with."""
-        decoder, start = self.decoder, self.request.start
-        live = set(self.sequences.live_rows())
-        needed = [row for row in decoder.rows if row in live or self.request.carried is not None]
+    def _read_again(self) -> None:
+        """Go on over fresh caches for the rows whose caches are still needed; they grow by small steps."""
+        decoder, live = self.decoder, set(self.sequences.live_rows())
+        decoder.rows = [row for row in decoder.rows if row in live or self.request.carried is not None]
+        if not decoder.rows:
+            return
         decoder.chunk = max(decoder.chunk, min(SMALLEST_CHUNK, self.request.prefill_chunk or SMALLEST_CHUNK))
-        decoder.renew_caches(max(len(needed), 1))
-        start.load(decoder.caches.target, decoder.caches.drafter)
-        decoder.rows, self._held_rows, self._is_stale = needed, list(needed), False
+        decoder.renew_caches()
+        decoder.caches.release()
+        decoder.prefill()
 
     # --- the next turn -------------------------------------------------------------------------------------------
 

@@ -206,9 +206,7 @@ class Batch:
         self.reading = None
 
     def _forget_prompt(self) -> None:
-        self.prompt_caches.target.reset()
-        if self.prompt_caches.drafter is not None:
-            self.prompt_caches.drafter.rollback([0])
+        self.prompt_caches.reset()
         self._prompt, self._position = None, 0
 
     def _longest_shared(self, request: Request) -> tuple[int, int]:
