@@ -35,6 +35,10 @@ from eagle31_hf.loop import decoder, kept_graphs
 from eagle31_hf.loop.choosing import RoundBatch
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.round import Round
+from eagle31_hf.memory.cards import Card
+from eagle31_hf.memory.drafter_facts import read_drafter
+from eagle31_hf.memory.ledger import LedgerTerm, MemorySettings, build_ledger
+from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.targets.binding import TargetBinding
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -178,6 +182,12 @@ def grown_tree(logits: Sequence[Tensor], top_k: int, size: int, draft_to_target:
     steps, roots = iter(others), torch.full((len(first.logits),), 99)
     shape = DraftShape(len(logits), top_k=top_k, size=size)
     return grow_tree(first, lambda *args, **kwargs: next(steps), draft_to_target, roots, shape)
+
+
+def ledger_of(drafter: Eagle31Drafter, settings: MemorySettings) -> tuple[LedgerTerm, ...]:
+    """What texts take with an attached drafter and these settings."""
+    facts = read_target(drafter.binding.model)
+    return build_ledger(facts, read_drafter(drafter, facts), Card("cpu", "cpu", 0, 0), settings)
 
 
 # --- drafts that are right for a while --------------------------------------------------------------------------------

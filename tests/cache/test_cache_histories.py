@@ -37,7 +37,7 @@ def test_random_histories_equal_a_list_of_lists(data: st.DataObject) -> None:
         elif action == "commit":
             mirror.commit(tokens, [draw(st.integers(0, size)) for _ in rows])
         elif action == "forget":
-            mirror.cache.forget()
+            mirror.cache.release()
         elif action == "select":
             mirror.select(draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=3)))
         else:
@@ -58,5 +58,3 @@ def test_buffers_stay_where_they_are(slab: int | None) -> None:
     assert len(set(pointers)) == (1 if slab is None else 3)
     assert mirror.cache.layers[0].keys.shape[2] == (96 if slab is None else 48)
     assert mirror.cache.layers[1].keys.shape[2] == 3 + 8
-
-

@@ -88,13 +88,13 @@ def test_a_forward_that_fails_leaves_nothing() -> None:
     cache.commit(2)
     before = states(cache)
     read(cache, [[3.0, 4]], is_draft=True)
-    cache.forget()
+    cache.release()
     assert states(cache) == before
     cache.place(1, is_draft=True)
     layer = cache.with_states[0]
     layer.begin(cache.placement.groups[0])
     cache.get_recurrent_state(0).fill_(99)  # and then it fails
-    cache.forget()
+    cache.release()
     assert states(cache) == before
 
 
@@ -129,5 +129,5 @@ def test_a_state_that_two_modules_write_is_an_error(placing: dict[str, Any]) -> 
     read(cache, [[3.0, 4], [5, 0]], **placing)
     with pytest.raises(IncompatibleTargetError, match=r"two modules .* write the conv_states of layer 0"):
         forward(cache, torch.tensor([[3.0, 4], [5, 0]]))
-    cache.forget()
+    cache.release()
     assert states(cache) == ([1, 2], [[0, 1], [0, 2]])

@@ -250,7 +250,7 @@ def test_nothing_is_shown_twice_where_memory_runs_out(
         (choosing, "choose" if do_sample else "argmax"),
         (hf.TopKLogitsWarper, "__call__"),
     )
-    monkeypatch.setattr(survive, "give_back_memory", lambda _device: None)  # collects garbage, for long
+    monkeypatch.setattr(survive, "give_back_memory", lambda: None)  # collects garbage, for long
     for (owner, name), seed in itertools.product(faults, range(4 if do_sample else 1)):
         shown, calls, function = Strict(), itertools.count(1), getattr(owner, name)
         plain = write(inputs, seed, logits_processor=[Strict(), hf.TopKLogitsWarper(2)], **how)

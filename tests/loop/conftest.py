@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
+from unittest import mock
 
 import pytest
-import torch
 
 from eagle31_hf.loop import survive
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[torch.device]:
-    """Without collecting garbage, which takes longer than a generation here. Returns where it would have been."""
+def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> mock.Mock:
+    """Without collecting garbage, which takes longer than a generation here: what is called instead."""
     caplog.set_level(logging.WARNING, "eagle31_hf")
-    calls: list[torch.device] = []
-    monkeypatch.setattr(survive, "give_back_memory", calls.append)
-    return calls
+    monkeypatch.setattr(survive, "give_back_memory", given_back := mock.Mock())
+    return given_back

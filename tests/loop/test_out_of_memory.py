@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -151,13 +152,13 @@ CAUSES: dict[str, tuple[str, Callable[..., bool]]] = {  # place, and whether mem
 
 @pytest.mark.parametrize("batch", LENGTHS)
 @pytest.mark.parametrize("cause", CAUSES)
-def test_steps_are_taken_until_the_cause_is_gone(cause: str, batch: int, quick: list[torch.device]) -> None:
+def test_steps_are_taken_until_the_cause_is_gone(cause: str, batch: int, quick: mock.Mock) -> None:
     """Memory is given back before anything else is given up."""
     place, holds = CAUSES[cause]
     fault = Fault(times=10**6, holds=holds)
     steps = assert_survives("llama", "tree", batch, fault.before(*METHODS[place]), end=True)
     assert steps == {FREED: 1, DROPPED: 1}
-    assert quick == [torch.device("cpu")] * 2
+    assert quick.call_count == 2
     assert_undisturbed("llama", "tree", batch)
 
 
@@ -187,7 +188,7 @@ def test_a_long_prompt_is_read_in_smaller_chunks() -> None:
 
 
 @pytest.mark.parametrize(("first", "written"), [(1, 0), (5, 1)])
-def test_at_last_it_says_what_took_the_memory(first: int, written: int) -> None:
+def test_at_last_it_says_what_was_given_up(first: int, written: int) -> None:
     head = target_of("llama").lm_head
     truth_of("llama", 3, False)  # before memory is short
     with (
@@ -200,7 +201,7 @@ def test_at_last_it_says_what_took_the_memory(first: int, written: int) -> None:
     assert isinstance(caught.value, torch.OutOfMemoryError)
     assert isinstance(caught.value, Eagle31Error)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-    for part in ("target weights", "cache", FREED, DROPPED, "max_new_tokens", "Tried to allocate 20.00 MiB"):
+    for part in (FREED, DROPPED, "max_new_tokens", "eagle31 plan", "Tried to allocate 20.00 MiB"):
         assert part in said
     if not written:
         assert "after 0 new tokens" in said

@@ -21,15 +21,8 @@ from eagle31_hf.graphs.draft_graphs import GraphChoice
 from eagle31_hf.graphs.round_graphs import RoundStep
 from eagle31_hf.loop.pair import draft_shape
 from eagle31_hf.loop.prefill import ChunkedPrefill
-from eagle31_hf.memory.apply_plan import (
-    apply_plan,
-    plan_mismatch_reason,
-    plan_to_apply,
-    require_room,
-    run_ledger,
-)
+from eagle31_hf.memory.apply_plan import apply_plan, plan_mismatch_reason, plan_to_apply, require_room
 from eagle31_hf.memory.cards import GIB, MIB, Card
-from eagle31_hf.memory.ledger import MemorySettings
 from eagle31_hf.settings import Eagle31GenerationConfig
 from helpers import DEMO_DRAFTER, drafter_of, target_of
 
@@ -201,12 +194,6 @@ def test_the_runtime_of_a_measured_card_is_not_counted_twice() -> None:
     require_room(on_table, exactly)
     with pytest.raises(MemoryPlanError):
         require_room(on_table, replace(exactly, usable_bytes=exactly.usable_bytes - 1))
-
-
-def test_a_running_generation_has_a_ledger() -> None:
-    said = run_ledger(drafter_of("llama"), MemorySettings(context=64, draft_tokens=3, prefill_chunk=16))
-    assert "target weights" in said
-    assert "drafter" in said
 
 
 @pytest.mark.parametrize(("kind", "ahead"), [("cuda", 13), ("cpu", 7)])

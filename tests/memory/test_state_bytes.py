@@ -17,7 +17,6 @@ from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.stock import CACHE_ARGUMENT, StateSnapshot
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.errors import MemoryPlanError
-from eagle31_hf.memory.apply_plan import plan_of_run
 from eagle31_hf.memory.cards import Card
 from eagle31_hf.memory.drafter_facts import read_drafter
 from eagle31_hf.memory.dry_run import Forward, StorageCounter
@@ -27,7 +26,7 @@ from eagle31_hf.memory.planner import plan_memory
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.targets.mixers import Mixers
 from families import RECURRENT_FAMILIES, SEEING_HYBRIDS, recurrent_config, recurrent_target
-from helpers import configured, oracle_drafts, random_drafter
+from helpers import configured, ledger_of, oracle_drafts, random_drafter
 
 FAMILIES = ("qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1", "kimi_linear", "bamba")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -67,7 +66,7 @@ def test_states_are_what_caches_hold(family: str, rows: int, shape: str) -> None
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
     prompts = torch.randint(3, 96, (rows, 12), generator=torch.Generator().manual_seed(0))
     settings = MemorySettings(40, rows, SHAPES[shape]["num_assistant_tokens"], prefill_chunk=12)
-    ledger = plan_of_run(drafter, settings).ledger
+    ledger = ledger_of(drafter, settings)
     with configured(drafter, num_assistant_tokens_schedule="constant", **SHAPES[shape]), watched_caches() as held:
         target.generate(
             prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=12, pad_token_id=0,
@@ -110,7 +109,7 @@ def test_a_snapshot_is_within_its_term() -> None:
         target.generate(ids, max_new_tokens=4, pad_token_id=0, assistant_model=drafter, **{CACHE_ARGUMENT: cache})
     (snapshot,) = taken
     found = sum(state.nbytes for states in snapshot.states.values() for state in states.values())
-    (term,) = [t for t in plan_of_run(drafter, MemorySettings(40)).ledger if t.name == "target states, snapshots"]
+    (term,) = [t for t in ledger_of(drafter, MemorySettings(40)) if t.name == "target states, snapshots"]
     assert found == term.num_bytes / 2
 
 
@@ -143,7 +142,7 @@ def test_rebuilding_takes_what_is_planned(family: str) -> None:
         with configured(drafter, num_assistant_tokens=7), oracle_drafts(plain, 8):
             target.generate(ids, max_new_tokens=24, pad_token_id=0, assistant_model=drafter)
     assert max(peaks) == 8
-    (term,) = [t for t in plan_of_run(drafter, MemorySettings(40, draft_tokens=7)).ledger if t.name.endswith("rebuilt")]
+    (term,) = [t for t in ledger_of(drafter, MemorySettings(40, draft_tokens=7)) if t.name.endswith("rebuilt")]
     assert term.num_bytes == pytest.approx(peaks[8], rel=0.05)
 
 

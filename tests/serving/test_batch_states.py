@@ -7,12 +7,11 @@ import torch
 from batches import PIECE, assert_plain, batch_of, read_in_pieces, text_of
 
 from eagle31_hf.cache.states import StateLayer
-from eagle31_hf.memory.apply_plan import plan_of_run
 from eagle31_hf.memory.dry_run import Forward
 from eagle31_hf.memory.ledger import UPDATE, MemorySettings
 from eagle31_hf.memory.target_facts import read_target
 from families import clamped_target, recurrent_target
-from helpers import configured, random_drafter, random_prompts
+from helpers import configured, ledger_of, random_drafter, random_prompts
 
 ROWS = 3
 
@@ -52,7 +51,7 @@ def test_what_serve_holds_is_planned(rows: int) -> None:
         batch.round()
         layers: list[StateLayer] = [*batch.cache.with_states, *batch.prompt_caches.target.with_states]
         found = sum(layer.state_bytes for layer in layers)
-    ledger = plan_of_run(drafter, MemorySettings(64, rows, 4)).ledger
+    ledger = ledger_of(drafter, MemorySettings(64, rows, 4))
     planned = sum(term.num_bytes for term in ledger if "states" in term.name and UPDATE in term.moments)
     one_set = rows * read_target(target).forward.count(Forward(5, 64, capacity=64, block=16)).states
     assert found * 0.98 <= planned <= found + one_set, "no more than a set of each row too many"

@@ -81,12 +81,12 @@ class Placement:
     def lengths_tensor(self) -> Tensor:
         """`lengths` on the device, `(B,)`, rewritten in place where it is read: rounds by graphs do not."""
         if not self._mirrored:
-            self._mirrored = True
             if self.rows_alike:
                 self._lengths_tensor.fill_(self.longest)
             else:
                 # CUDA stages pageable memory before it returns, so this waits for nothing and the source may go.
                 self._lengths_tensor.copy_(torch.tensor(self.lengths), non_blocking=self.device.type == "cuda")
+            self._mirrored = True
         return self._lengths_tensor
 
     def clear(self) -> None:

@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..errors import UnsupportedGenerationError
 from .kept_buffers import KeptBuffers
 from .layers import SlotLayer
 from .masks import block_masks
@@ -261,10 +260,6 @@ class SpeculativeCache(Cache):
         """Commit the first placed tokens of each row (prefill): one number, or one per row of a right-padded chunk."""
         counts = [num_tokens] * self.batch_size if isinstance(num_tokens, int) else num_tokens
         self.keep([range(count) for count in counts])
-
-    def forget(self) -> None:
-        """Nothing is placed: nothing of the last block is kept."""
-        self.placement.set_lengths(self.lengths)
 
     def reset(self) -> None:
         """Empty every row; buffers stay allocated."""

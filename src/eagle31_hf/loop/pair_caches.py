@@ -130,11 +130,6 @@ class PairCaches:
         for cache in self._both:
             wipe_row(cache, row)
 
-    def forget_round(self) -> None:
-        """Take back what an unfinished round has written: nothing of it was committed."""
-        for cache in self._both:
-            cache.forget()
-
     def release(self) -> None:
         """Give back what can be made again."""
         for cache in self._both:

@@ -14,7 +14,6 @@ stay in the text, and the caches catch up with it.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable
 from enum import Enum
@@ -24,8 +23,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..errors import OutOfMemoryError, first_line, is_callers
-from ..memory.apply_plan import run_ledger
-from ..memory.ledger import MemorySettings
 from .carried_cache import CarriedCache
 from .decoder import SpeculativeDecoder, Stage
 from .pair import Pair
@@ -104,10 +101,7 @@ class RecoveringDecoder:
             self._snapshot = self.sequences.snapshot()
         else:
             self.sequences.restore(self._snapshot)
-        if stage in (Stage.DRAFT, Stage.VERIFY):
-            decoder.caches.forget_round()
-            return decoder.step
-        return self._read_again
+        return decoder.step if stage in (Stage.DRAFT, Stage.VERIFY) else self._read_again
 
     def _give_up(self) -> FallbackStep | None:
         """Take the next step for a failure at this stage; `None` when nothing that helps there is left."""
@@ -126,7 +120,7 @@ class RecoveringDecoder:
         return None
 
     def _free(self) -> None:
-        """Let graphs, which own memory of their own, and workspaces go."""
+        """Let graphs, which own memory of their own, and workspaces go, and what an unfinished forward has written."""
         decoder = self.decoder
         decoder.drop_graphs()
         pair = Pair.of(decoder.drafter)
@@ -134,7 +128,7 @@ class RecoveringDecoder:
             pair.graphs.drop("memory ran out, steps stay eager")
             pair.graphs = None
         decoder.caches.release()
-        give_back_memory(self.sequences.prompts.device)
+        give_back_memory()
 
     def _report(self, step: FallbackStep, cause: Exception) -> None:
         self._count(step.value)
@@ -151,22 +145,12 @@ class RecoveringDecoder:
     def _exhausted_message(self, cause: Exception) -> str:
         steps = ", ".join(f"{what} {n}x" for what, n in self.request.stats.memory_steps.items()) or "none"
         written = sum(len(new) for new in self.sequences.new)
-        rows, length, largest = self.sequences.batch_size, self.sequences.rules.max_length, self.decoder.largest
-        settings = MemorySettings(
-            context=self.request.start.before_prompts + length,
-            batch=rows,
-            draft_tokens=largest.depth,
-            tree_size=largest.nodes if largest.is_tree else None,
-            draft_top_k=largest.top_k,
-            prefill_chunk=self.decoder.chunk,
-            cache_type=self.request.stats.cache_type,
-        )
-        ledger = run_ledger(self.decoder.drafter, settings)
         return (
             f"memory ran out at {self.decoder.stage.value} after {written} new tokens ({first_line(cause)[:160]}); "
-            f"steps taken before: {steps}; none that helps there is left. {ledger}Shorten the prompt or max_new_tokens "
-            f"(together {length}), take fewer rows than {rows}, load the target with fewer bits, or free memory that "
-            "other programs hold; `eagle31 plan` shows what fits"
+            f"steps taken before: {steps}; none that helps there is left. Shorten the prompt or max_new_tokens "
+            f"(together {self.sequences.rules.max_length}), take fewer rows than {self.sequences.batch_size}, load the "
+            "target with fewer bits, or free memory that other programs hold; `eagle31 plan` shows what takes it and "
+            "what fits"
         )
 
     def _read_again(self) -> None:
@@ -183,21 +167,17 @@ class RecoveringDecoder:
     # --- the next turn -------------------------------------------------------------------------------------------
 
     def keep_for_next_turn(self, carried: CarriedCache, sequences: Tensor) -> DynamicCache | None:
-        """`carried.close`, tried twice where memory runs out: the text is written, and is not lost to its cache."""
-        caches = self.decoder.caches
-        for _ in range(2):
-            try:
-                session = caches.drafter
-                if session is not None:
-                    session.catch_up()
-                return carried.close(sequences, caches.target, None if session is None else session.cache)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-            caches.drafter = None  # what it has read may be more than it has noted
-            give_back_memory(sequences.device)
+        """`carried.close`; where memory runs out, the text is written and is not lost to its cache."""
+        session, target = self.decoder.caches.drafter, self.decoder.caches.target
+        try:
+            if session is not None:
+                session.catch_up()
+            return carried.close(sequences, target, None if session is None else session.cache)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
         self._count(NOT_HANDED_OVER)
-        logger.warning("eagle31: memory ran out while the cache was handed back: %s, it is empty", NOT_HANDED_OVER)
+        logger.warning("eagle31: memory ran out while the cache was handed back: the next turn reads its text again")
         return None
 
 
@@ -224,10 +204,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(wording in said for wording in _WORDINGS)
 
 
-def give_back_memory(device: torch.device) -> None:
+def give_back_memory() -> None:
     """Let go of what nothing refers to: reference cycles, and blocks the allocator keeps back for later."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type == "mps":
-        torch.mps.empty_cache()
+    from accelerate.utils import release_memory  # takes its time
+
+    release_memory()

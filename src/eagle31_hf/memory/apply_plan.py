@@ -13,11 +13,8 @@ from transformers import PreTrainedModel
 from ..errors import MemoryPlanError
 from ..settings import Eagle31GenerationConfig
 from .cards import Card, measure_card
-from .drafter_facts import read_drafter
-from .ledger import MemorySettings
 from .plan import MemoryPlan
 from .planner import plan_memory
-from .target_facts import read_target
 
 logger = logging.getLogger(__name__)
 
@@ -95,27 +92,6 @@ def plan_mismatch_reason(plan: MemoryPlan, *, rows: int, length: int) -> str:
         f"the request may take {rows} rows of {length:,} tokens, the memory plan is for {settings.batch} of "
         f"{settings.context:,}"
     )
-
-
-def run_ledger(drafter: Any, settings: MemorySettings) -> str:
-    """The largest terms of a generation with an attached drafter and these settings; empty where it cannot be had."""
-    try:
-        return plan_of_run(drafter, settings).largest_terms
-    except (MemoryPlanError, RuntimeError, MemoryError) as error:  # an error is being told; this one must not hide it
-        logger.debug("no ledger: %s", error)
-        return ""
-
-
-def plan_of_run(drafter: Any, settings: MemorySettings) -> MemoryPlan:
-    """What a generation with these settings takes where the target sits, whether it fits or not.
-
-    Raises:
-        MemoryPlanError: the target's facts cannot be read, or it sits on several devices.
-    """
-    target = drafter.binding.model
-    facts = read_target(target)
-    own = read_drafter(drafter, facts) if settings.speculates else None
-    return MemoryPlan(facts, own, Card("this device", _device_of(target).type, 0, 0), settings, margin_bytes=0)
 
 
 def _device_of(target: nn.Module) -> torch.device:
