@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache, Gemma3nTextConfig
+from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import StaticCache
 
 from eagle31_hf.cache.spans import LayerKind, LayerKinds
@@ -62,12 +62,6 @@ def test_layers_that_keep_something_else_are_refused(kind, fields):
 def test_llama4_is_refused_where_its_query_scale_would_follow_slots():
     with pytest.raises(IncompatibleTargetError, match="8192"):
         kinds_of("llama4_text", capacity=8192)
-
-
-def test_layers_that_share_keys_are_not_stored_in_8_bits():
-    config = Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["full_attention"] * 4)
-    with pytest.raises(IncompatibleTargetError, match="another layer's keys and values"):
-        SpeculativeCache.from_config(config, batch_size=1, capacity=8, block=4, cache_type="int8")
 
 
 def test_forwards_that_were_not_placed_are_refused():

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: how they are rounded, copied, counted and chosen (test_cache_histories: what is held)."""
+"""Keys and values in 8 bits: how they are rounded and chosen (test_cache_histories: what is held)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mirror import DTYPES, Mirror, rounded
+from mirror import DTYPES, rounded
 from torch import Tensor
 
 from eagle31_hf.cache.quantized import LARGEST_CODE, encode
@@ -56,26 +56,6 @@ def test_rounding_is_what_the_formula_says_and_happens_once(case: tuple[torch.dt
         assert torch.equal(held.double(), once.double()) or other == torch.float16
         if held.isfinite().all():
             assert torch.equal(rounded(held), held)
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_workspace_is_made_once_and_shared() -> None:
-    mirror = Mirror([None, 6, None], 2)
-    places, sizes = set(), set()
-    for _ in range(10):
-        mirror.write(6)
-        mirror.cache.commit([3, 2])
-        for layer in mirror.cache.layers:
-            keys, values = layer.read()
-            places.add(keys.untyped_storage().data_ptr())
-            assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
-        sizes.add(mirror.cache.num_bytes)
-    assert len(places) == len(sizes) == 1
-    mirror.cache._workspace.clear()
-    assert mirror.cache.num_bytes < sizes.pop()
-    mirror.write(2)  # takes it anew
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

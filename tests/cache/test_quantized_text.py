@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, Gemma4TextConfig
 
 from eagle31_hf.drafter.assistant import NoDrafter
-from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
+from families import GEMMA_4
+from helpers import CONFIGS, configured, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
 from matrix import WHOLE, pairwise
 
 NEW_TOKENS = 20
@@ -78,12 +79,17 @@ def test_drafting_does_not_change_the_text(name: str, shape: str, batch_size: in
     drafted(name, prompts_for(name, batch_size, seed=batch_size), SHAPES[shape], prefill_chunk_size=5)
 
 
-def test_a_cache_of_few_bits_is_really_used() -> None:
-    """The logits are those of rounded keys and values: near the full ones, and not equal to them."""
-    prompt = tuple(prompts_for("llama", 1)[0])
-    full, packed = (token_by_token("llama", prompt, kind, new_tokens=1)[0] for kind in ("full", "int8"))
+@pytest.mark.parametrize("name", ["llama", "shared keys"])
+def test_a_cache_of_few_bits_is_really_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits are those of rounded keys and values: near the full ones, and not equal to them. Layers may attend to
+    what an earlier one has unpacked."""
+    fields = GEMMA_4 | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
+    monkeypatch.setitem(CONFIGS, "shared keys", lambda: Gemma4TextConfig(**fields))
+    prompt = tuple(prompts_for(name, 1)[0])
+    full, packed = (token_by_token(name, prompt, kind, new_tokens=1)[0] for kind in ("full", "int8"))
     difference = (full - packed).abs().max() / (full.max() - full.min())
     assert 1e-4 < difference < 0.2
+    drafted(name, [prompt], SHAPES["tree"])
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])

@@ -133,8 +133,8 @@ def predicted_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
     prefill = forwards.count(Forward(run.chunk, run.prompt, **sizes))
     verify = forwards.count(Forward(run.nodes, run.capacity, verifies=True, **sizes))
     return {
-        PREFILL: verify.cache + verify.beside + prefill.activations,
-        VERIFY: verify.cache + verify.beside + verify.activations,
+        PREFILL: verify.cache + prefill.activations,
+        VERIFY: verify.cache + verify.activations,
     }
 
 

@@ -25,7 +25,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..errors import UnsupportedGenerationError
 from .kept_buffers import new_storages
 from .placement import Placement
-from .quantized import Workspace, encode
+from .quantized import decode, encode
 from .slot_moves import SlotMoves
 
 
@@ -38,7 +38,7 @@ class SlotLayer(CacheLayerMixin):
     Args:
         placement: of the cache's rows.
         ring: committed tokens that a windowed layer holds; `None`: all of them.
-        workspace: stores numbers in 8 bits, and unpacks them there; `None`: they are stored as they come.
+        in_eight_bits: how numbers are stored; default: as they come.
 
     Attributes:
         storages: what the layer owns, each `(reserved rows, heads, slots, width)`: keys, values and, of 8 bits, the
@@ -51,9 +51,9 @@ class SlotLayer(CacheLayerMixin):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, placement: Placement, ring: int | None = None, workspace: Workspace | None = None):
+    def __init__(self, placement: Placement, ring: int | None = None, *, in_eight_bits: bool = False):
         super().__init__()
-        self.placement, self.ring, self.workspace = placement, ring, workspace
+        self.placement, self.ring, self.in_eight_bits = placement, ring, in_eight_bits
         self.storages: tuple[Tensor, ...] = ()
         # As `new_storages`, of at least so many slots.
         self.allocate: Callable[[Sequence[Tensor], int], list[Tensor]] = new_storages
@@ -75,17 +75,17 @@ class SlotLayer(CacheLayerMixin):
 
     def pack(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, ...]:
         """Keys `(B, heads, T, Dk)` and values `(B, heads, T, Dv)` as they are stored, one tensor per buffer."""
-        if self.workspace is None:
+        if not self.in_eight_bits:
             return key_states, value_states
         (keys, key_scales), (values, value_scales) = encode(key_states), encode(value_states)
         return keys, values, key_scales, value_scales
 
     def unpack(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values from slices of the buffers; of 8 bits they hold until the next layer unpacks its own."""
-        if self.workspace is None:
-            keys, values = parts
+        """Keys and values from slices of the buffers."""
+        keys, values, *scales = parts
+        if not self.in_eight_bits:
             return keys, values
-        return self.workspace.unpack(parts, self.keys.numel() + self.values.numel(), self.dtype)
+        return decode(keys, scales[0]), decode(values, scales[1])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -151,7 +151,8 @@ class SlotLayer(CacheLayerMixin):
         return self.read()
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Keys and values `(B, heads, visible, D)` of the slots the placed queries may attend to, as views."""
+        """Keys and values `(B, heads, visible, D)` of the slots the placed queries may attend to, views where
+        they can be."""
         visible = self.visible_slots
         return self.unpack([buffer.narrow(2, 0, visible) for buffer in self.buffers])
 
@@ -207,8 +208,7 @@ class SlotLayer(CacheLayerMixin):
             newest = [buffer[:, :, :length] for buffer in buffers]
         else:
             newest = [buffer.index_select(2, self._slots_of(length)) for buffer in buffers]
-        keys, values = self.unpack(newest)
-        return (keys, values) if self.workspace is None else (keys.clone(), values.clone())
+        return self.unpack(newest)
 
     def _slots_of(self, length: int) -> Tensor:
         """Slots of the tokens still held of rows of `length`, oldest first."""

@@ -21,13 +21,9 @@ later tokens are, or be corrected afterwards by rounding again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
-
-from ..errors import IncompatibleTargetError
 
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127  # of float32
 SMALLEST_EXPONENT = -24
@@ -43,9 +39,9 @@ def encode(states: Tensor) -> tuple[Tensor, Tensor]:
     return codes.round_().to(torch.int8), scales
 
 
-def decode(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """Write what the codes stand for to `out`; nothing else is allocated."""
-    return out.copy_(codes).mul_(scales)
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """What the codes stand for, in the dtype of the scales."""
+    return codes.to(scales.dtype).mul_(scales)
 
 
 def _scales(states: Tensor) -> Tensor:
@@ -59,54 +55,3 @@ def _scales(states: Tensor) -> Tensor:
     exponents = (rounded_up >> MANTISSA_BITS) - (exponent - 1)
     exponents.clamp_(min=EXPONENT_BIAS + SMALLEST_EXPONENT)
     return (exponents << MANTISSA_BITS).view(torch.float32).to(states.dtype)
-
-
-class Workspace:
-    """Where the layers of one cache unpack what is about to be attended to: one layer after the other in one place."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # layers may live on several devices
-
-    def unpack(self, parts: Sequence[Tensor], room: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values, of two codes and their scales; they hold until the next call.
-
-        Args:
-            room: elements that all of the layer's keys and values have: the place grows only where layers do.
-        """
-        keys, values, key_scales, value_scales = parts
-        place = self._take(room, dtype, keys.device)
-        of_keys, of_values = place[: keys.numel()], place[keys.numel() :][: values.numel()]
-        return (
-            decode(keys, key_scales, of_keys.view(keys.shape)),
-            decode(values, value_scales, of_values.view(values.shape)),
-        )
-
-    def _take(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffer = self._buffers.get((device, dtype))
-        if buffer is None or buffer.numel() < num_elements:
-            self._buffers.pop((device, dtype), None)
-            buffer = None  # nothing in it is needed: the old one goes before the new one comes
-            self._buffers[device, dtype] = buffer = torch.empty(num_elements, dtype=dtype, device=device)
-        return buffer
-
-    def clear(self) -> None:
-        """Give the memory back; the next reader takes it anew."""
-        self._buffers.clear()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-
-def refuse_unquantizable(config: PreTrainedConfig, cache_type: str) -> None:
-    """Say no before anything is allocated.
-
-    Raises:
-        IncompatibleTargetError: layers attend to another layer's keys and values, which by then are overwritten.
-    """
-    shared = getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", None)
-    if cache_type != "full" and shared:
-        raise IncompatibleTargetError(
-            f"{shared} layers of {config.model_type} attend to another layer's keys and values, and a cache of type "
-            f"{cache_type!r} unpacks those for one layer at a time; use cache_type='full'"
-        )

@@ -30,7 +30,6 @@ from .kept_buffers import KeptBuffers
 from .layers import SlotLayer
 from .masks import block_masks
 from .placement import Placement
-from .quantized import Workspace, refuse_unquantizable
 from .slot_moves import slot_moves
 from .spans import LayerKind, LayerKinds, kinds_from_config, refuse_scaling_by_slot
 from .state_tape import LastNodes
@@ -71,11 +70,11 @@ class SpeculativeCache(Cache):
         self.capacity, self.slab, self.device = capacity, slab, torch.device(device)
         self.kinds = kinds.within(capacity)
         self.placement = Placement(batch_size, min(block, capacity), self.device)
-        self._workspace = Workspace()
         self.position_offsets: Tensor | None = None  # (A, B): what a row's slots are short of its positions, by axis
-        in_eight_bits = self._workspace if cache_type == "int8" else None
+        in_eight_bits = cache_type == "int8"
         layers = [
-            make_layer(kind, index, self.placement, in_eight_bits) for index, kind in enumerate(self.kinds.layers)
+            make_layer(kind, index, self.placement, in_eight_bits=in_eight_bits)
+            for index, kind in enumerate(self.kinds.layers)
         ]
         self.attending: list[SlotLayer] = [layer for layer in layers if isinstance(layer, SlotLayer)]
         self.with_states: list[StateLayer] = [layer for layer in layers if isinstance(layer, StateLayer)]
@@ -88,10 +87,8 @@ class SpeculativeCache(Cache):
         """A cache for a model of this configuration; see `kinds_from_config` for `masks_by_type`.
 
         Raises:
-            IncompatibleTargetError: the model has layers that keep what this cache cannot, or share keys and values
-                where `cache_type` is not `"full"`.
+            IncompatibleTargetError: the model has layers that keep what this cache cannot.
         """
-        refuse_unquantizable(config, sizes.get("cache_type", "full"))
         refuse_scaling_by_slot(config, capacity)
         return cls(kinds_from_config(config, masks_by_type), capacity=capacity, **sizes)
 
@@ -122,9 +119,8 @@ class SpeculativeCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated for keys, values, states, and where quantised layers are unpacked."""
-        layers = [layer.num_bytes for layer in self.attending] + [layer.state_bytes for layer in self.with_states]
-        return sum(layers) + self._workspace.num_bytes
+        """Bytes allocated for keys, values and states."""
+        return sum([layer.num_bytes for layer in self.attending] + [layer.state_bytes for layer in self.with_states])
 
     @property
     def has_states(self) -> bool:
@@ -174,7 +170,6 @@ class SpeculativeCache(Cache):
 
     def release(self) -> None:
         """Give back what can be made again, forget what is placed, and grow by small steps from now on."""
-        self._workspace.clear()
         self.slab = min(self.slab or self.capacity, SMALL_SLAB)
         self.placement.reserved_slots = 0
         self.placement.clear()
@@ -320,10 +315,10 @@ class SpeculativeCache(Cache):
         return {index: layer for index, layer in held.items() if not layer.is_empty}
 
 
-def make_layer(kind: LayerKind, index: int, placement: Placement, workspace: Workspace | None) -> Any:
-    """An empty layer of this kind, which stores 8 bits if there is a workspace."""
+def make_layer(kind: LayerKind, index: int, placement: Placement, *, in_eight_bits: bool) -> Any:
+    """An empty layer of this kind."""
     if not kind.num_states:
-        return SlotLayer(placement, kind.ring, workspace)
+        return SlotLayer(placement, kind.ring, in_eight_bits=in_eight_bits)
     if not kind.attends:
         return StateLayer(placement, num_states=kind.num_states, index=index)
-    return StatefulLayer(placement, kind.ring, workspace, num_states=kind.num_states, index=index)
+    return StatefulLayer(placement, kind.ring, in_eight_bits=in_eight_bits, num_states=kind.num_states, index=index)

@@ -25,7 +25,6 @@ from transformers.cache_utils import LinearAttentionLayer
 from ..errors import IncompatibleTargetError
 from .layers import SlotLayer
 from .placement import Placement, RowGroup
-from .quantized import Workspace
 from .state_tape import LastNodes, Moves, Recorded, make_moves, moved_windows, rebuilt_states
 
 CONVOLUTION, RECURRENT = "conv_states", "recurrent_states"
@@ -316,10 +315,8 @@ class StatefulLayer(StateLayer, SlotLayer):  # type: ignore[misc]
     is_compileable = False
     is_croppable = False
 
-    def __init__(
-        self, placement: Placement, ring: int | None, workspace: Workspace | None, *, num_states: int, index: int
-    ):
-        SlotLayer.__init__(self, placement, ring, workspace)
+    def __init__(self, placement: Placement, ring: int | None, *, in_eight_bits: bool, num_states: int, index: int):
+        SlotLayer.__init__(self, placement, ring, in_eight_bits=in_eight_bits)
         StateLayer.__init__(self, placement, num_states=num_states, index=index)
 
     def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:  # type: ignore[override]

@@ -31,14 +31,13 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ..cache.grouped_attention import attending_grouped, decoder_of
-from ..cache.quantized import refuse_unquantizable
 from ..cache.spans import kinds_from_config
 from ..cache.speculative import SpeculativeCache
 from ..cache.states import CONVOLUTION, StateLayer
 from ..cache.stock import read_stock_layers
 from ..cache.torch_internals import TorchDispatchMode
 from ..checkpoints.hub import target_class
-from ..errors import ConfigurationError, IncompatibleTargetError, MemoryPlanError, first_line
+from ..errors import IncompatibleTargetError, MemoryPlanError, first_line
 from ..targets.binding import cache_argument
 from ..targets.mixers import Mixers
 from .weights import Quantization
@@ -160,7 +159,6 @@ class ForwardBytes:
         alive: at each step beside the others, logits included.
         cache: keys and values.
         largest_layer: of `cache`, its largest layer's.
-        beside: where the layers of an 8-bit cache are unpacked, one after the other.
         states: one set of recurrent and convolution states.
         recorded: what a chain of drafts leaves of states until it is known how much of it is kept.
         given: of `recorded` and of the states behind a single token, what captured steps hand on.
@@ -171,7 +169,6 @@ class ForwardBytes:
     alive: tuple[int, ...]
     cache: int
     largest_layer: int = 0
-    beside: int = 0
     states: int = 0
     recorded: int = 0
     given: int = 0
@@ -290,15 +287,6 @@ class DryRun(CountedForwards):
         fields = self.text.model_type, getattr(self.text, "tie_word_embeddings", None), shapes
         return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
 
-    @property
-    def takes_eight_bits(self) -> bool:
-        """Whether its keys and values can be stored in 8 bits."""
-        try:
-            refuse_unquantizable(self.text, "int8")
-        except (ConfigurationError, IncompatibleTargetError):
-            return False
-        return True
-
     def count(self, forward: Forward) -> ForwardBytes:
         """As of `CountedForwards`."""
         if not self.is_decoded_plainly or forward.tokens <= ONE_BY_ONE[1]:
@@ -332,8 +320,6 @@ class DryRun(CountedForwards):
             counter.restart_peak()
             cache.place(forward.tokens, is_draft=is_draft)
             logits = read(forward.tokens, 0 if forward.verifies else forward.batch)
-            beside = cache.num_bytes - sum(layer.num_bytes for layer in cache.attending)
-            beside -= sum(layer.state_bytes for layer in cache.with_states)
             alive = tuple(live - cache.num_bytes for live in counter.steps)
             layers: list[Any] = [cache.layers[index] for index in self._computed]
             kept = [layer.num_bytes for layer in layers if layer in cache.attending]
@@ -350,7 +336,6 @@ class DryRun(CountedForwards):
             alive=alive,
             cache=sum(kept),
             largest_layer=max(kept, default=0),
-            beside=beside,
             states=states,
             recorded=recorded,
             given=states + (recorded - windows if is_chain else 0),

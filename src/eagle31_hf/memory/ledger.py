@@ -185,7 +185,6 @@ class _Ledger:
         last = batch * (prefill.logits + vocabulary * 4)
         return [
             LedgerTerm(f"target cache, {settings.cache_type}", self.held.cache, _COUNTED, self.kept),
-            LedgerTerm("target, unpacked layer", max(prefill.beside, self.held.beside), _COUNTED, RUNNING),
             *self._states(),
             LedgerTerm("prefill activations", prefill.activations + batch * self.chunk * self.tapped, _COUNTED,
                        (PREFILL,)),

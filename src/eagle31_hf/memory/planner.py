@@ -53,8 +53,7 @@ class _Request:
         def tried(name: str, choices: tuple) -> tuple:
             return (asked[name],) if name in asked else choices
 
-        able = STORED_TYPES if self.target.forward.takes_eight_bits else STORED_TYPES[:1]
-        caches, chunks = tried("cache_type", able), tried("prefill_chunk", PREFILL_CHUNKS)
+        caches, chunks = tried("cache_type", STORED_TYPES), tried("prefill_chunk", PREFILL_CHUNKS)
         precisions = tried("drafter_precision", (*DRAFTER_PRECISIONS,))
         choices = list(product(caches, precisions, tried("draft_tokens", (None, SHORT_DRAFT_TOKENS)), chunks))
         if "draft_tokens" not in asked:
