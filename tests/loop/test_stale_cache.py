@@ -65,42 +65,7 @@ def test_a_plain_turn_in_between(name):
 def test_a_cache_without_a_record(name):
     text, cache = prompt_of(name), new_cache(name)
     text = users_turn(plain(name, text, past_key_values=cache))
-    known, truth = cache.get_seq_length(), plain(name, text)
-    new_only = copy.deepcopy(cache)
     assert_reads(text.shape[1], name, text, cache)  # of unknown text: read it all
-    for _ in range(2):  # nothing to compare with: believed, and from then on the drafter's state travels, too
-        with target_positions(name) as counts:
-            written = ours(name, text[:, known:], new_only, attention_mask=torch.ones_like(text))
-        assert torch.equal(written, truth[:, known:])
-        assert counts[0] == 6
-        drafted = new_only.eagle31_state.drafter_cache.get_seq_length()
-        text, known = users_turn(truth), new_only.get_seq_length()
-        truth = plain(name, text)
-    assert drafted == 2 * (NEW + 5)
-
-
-def test_new_tokens_after_a_cache_that_was_cut():
-    """The record no longer says what the cache holds, so it must not become the history of the next one."""
-    text, cache = after_one_turn("llama")
-    cache.crop(-3)
-    known, text = cache.get_seq_length(), users_turn(text[:, : cache.get_seq_length()])
-    written = ours("llama", text[:, known:], cache, attention_mask=torch.ones_like(text))
-    assert torch.equal(written, plain("llama", text)[:, known:])
-    assert (cache.eagle31_state.token_ids[:, :known] < 0).all()
-
-
-def test_new_tokens_that_replace_the_last_one_written():
-    text, cache = after_one_turn("llama")
-    known = cache.get_seq_length()
-    text = users_turn(text[:, :known])  # the last token, whose keys are in no cache, is left out
-    assert text[0, known] != cache.eagle31_state.token_ids[0, -1]
-    before = cache.eagle31_state.drafter_cache.get_seq_length()
-    written = ours("llama", text[:, known:], cache, attention_mask=torch.ones_like(text))
-    assert torch.equal(written, plain("llama", text)[:, known:])
-    # The drafter's last position was joined with that token, so it is dropped and missing from then on.
-    assert cache.eagle31_state.drafter_cache.get_seq_length() == before - 1 + 5 + NEW - 1
-    later = users_turn(plain("llama", text), 1)
-    assert torch.equal(ours("llama", later, cache), plain("llama", later))
 
 
 @pytest.mark.parametrize("name", [*FULL, *SLIDING])
@@ -200,13 +165,6 @@ def test_a_cache_of_other_rows_is_refused():
     text = users_turn(plain("llama", equal_rows("llama"), past_key_values=cache))
     with pytest.raises(UnsupportedGenerationError, match="1 rows"):
         ours("llama", text[:1], cache)
-
-
-def test_a_mask_that_fits_neither_form_is_refused():
-    text, cache = after_one_turn("llama")
-    text = users_turn(text)
-    with pytest.raises(UnsupportedGenerationError, match="or only the tokens after"):
-        ours("llama", text[:, -3:], cache, attention_mask=torch.ones_like(text)[:, 1:])
 
 
 class Broken(Exception):

@@ -130,8 +130,7 @@ def _carried_cache(call: Call, stats: SpeculationStats) -> CarriedCache | None:
             "cache and the whole text"
         )
     carried = CarriedCache(call.drafter, cache)
-    start = carried.open(call.input_ids, call.text_length)
-    again = call.cached_length - start.skip - start.before_prompts
+    again = call.cached_length - carried.open(call.input_ids).skip
     if again > 0:
         stats.fallbacks.append(f"{again} tokens of the carried cache do not hold for this prompt")
     return carried

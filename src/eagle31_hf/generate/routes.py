@@ -82,8 +82,8 @@ def _inputs_of_one_forward_per_token(call: Call) -> str | None:
             "the attention mask has pads behind or between tokens (or a row without any token); pad prompts on the "
             "left: tokenizer.padding_side = 'left'"
         )
-    if call.text_length > call.input_ids.shape[1] and not call.cached_length:
-        return "the attention mask is longer than the prompts, and no cache holds what comes before them"
+    if call.text_length > call.input_ids.shape[1]:
+        return "the attention mask is longer than the prompts; pass the whole text, of which a cache may hold a part"
     if "prepare_inputs_for_generation" in vars(call.model):  # PEFT's prefix and prompt tuning
         return "the model's inputs are prepared by an adapter (prompt or prefix tuning)"
     if call.batch_size > 1 and _has_adapters_by_row(call.model):

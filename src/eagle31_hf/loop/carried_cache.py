@@ -5,14 +5,11 @@ Plain `generate` believes that a cache it is handed belongs to the prompt; an ed
 is wrong. Here a cache remembers its text (`cache.eagle31_state`), and is believed only as far as that text and the
 prompt agree. The drafter's own keys and values travel in the same place.
 
-    prompt given in full      resume where record and prompt part. Tokens of unknown origin (a plain `generate` wrote
-                              them, or there is no record at all) are read again by target and drafter.
-    new tokens only           nothing to compare with: the target's cache is believed, as plain `generate` does. Without
-                              a record the drafter starts midway, its cache shorter than the target's.
+A turn resumes where record and prompt part. Tokens of unknown origin (a plain `generate` wrote them, or there is no
+record at all) are read again by target and drafter. Where plain decoding takes over and is given the whole prompt, a
+cache of another text is emptied (`forget_other_text`).
 
-Where plain decoding takes over and is given the whole prompt, a cache of another text is emptied (`forget_other_text`).
-
-A drafter that starts midway needs no position offset: its rotary positions count only as differences. It sees less
+Another drafter starts midway. It needs no position offset: its rotary positions count only as differences. It sees less
 context, so fewer of its drafts may be accepted; the text is the target's either way. Reading the history again for the
 drafter's sake alone would cost the very prefill that the cache saves.
 
@@ -36,10 +33,6 @@ from ..cache.stock import LayerStates, StateSnapshot, held_length, read_stock_la
 from ..drafter.assistant import Assistant
 from ..drafter.packed_linear import packed_tensors
 from ..drafter.session import DraftSession
-from ..errors import UnsupportedGenerationError
-
-UNKNOWN_TOKEN = -1
-"""Stands in a record for history that was never shown to us; no prompt agrees with it."""
 
 CHECKSUM_VALUES = 4
 
@@ -120,18 +113,11 @@ class CacheResume:
         target: what the target's cache starts with; `None` for nothing.
         drafter: the same for the drafter's, often shorter.
         skip: first columns of the prompts that are read already.
-        history: `(1, h)` token ids before the prompts, if only new tokens were passed.
     """
 
     target: DynamicCache | None = None
     drafter: DynamicCache | None = None
     skip: int = 0
-    history: Tensor | None = None
-
-    @property
-    def before_prompts(self) -> int:
-        """Tokens of the text that lie before the prompts' first column."""
-        return 0 if self.history is None else self.history.shape[1]
 
     def load(self, cache: SpeculativeCache, session: DraftSession | None) -> None:
         """Begin with what holds. Both are copies: the user's cache is not written to."""
@@ -160,67 +146,34 @@ class CarriedCache:
         self.snapshot: StateSnapshot | None = None  # the states shortly before this turn's answer
         self._older: StateSnapshot | None = None  # of the turn before, while it holds
 
-    def open(self, prompts: Tensor, total_length: int) -> CacheResume:
-        """Decide what of the cache holds.
-
-        Args:
-            prompts: `(1, P)` without padding: the whole text, or only its new tokens.
-            total_length: tokens of the whole text, as the attention mask tells.
+    def open(self, prompts: Tensor) -> CacheResume:
+        """Decide what of the cache holds for a whole text `(1, P)` without padding.
 
         Raises:
-            UnsupportedGenerationError: the cache has another number of rows, or another length than mask and prompt
-                leave for it.
+            UnsupportedGenerationError: the cache has another number of rows.
         """
         length = held_length(self.cache)
         held = read_stock_layers(self.cache, len(prompts)).values()
-        can_cut_back = all(layer.num_tokens in (None, length) for layer in held)
-        if total_length == prompts.shape[1]:
-            has_states = any(layer.states for layer in held)
-            self.start = self._resume_full_prompt(prompts, length, can_cut_back=can_cut_back, has_states=has_states)
-        elif total_length == length + prompts.shape[1]:
-            self.start = self._resume_new_tokens(prompts, length)
-        else:
-            raise UnsupportedGenerationError(
-                f"the cache holds {length} tokens and the prompt {prompts.shape[1]}, but the attention mask is "
-                f"{total_length} long; pass the whole text with a mask of its length, or only the tokens after the "
-                f"cache's with a mask of {length + prompts.shape[1]}"
-            )
-        return self.start
-
-    def _resume_full_prompt(self, prompts: Tensor, length: int, *, can_cut_back: bool, has_states: bool) -> CacheResume:
-        """`can_cut_back`: no window has slid; one that has no longer holds what an earlier point would need."""
         state = self._recorded_state(len(prompts))
         if state is None:
-            return CacheResume()
+            return self.start
         # One token short of the agreement: the drafter joined its last position with the token after it. The prompt's
         # last token is read in any case, its logits are not kept.
         resumed = min(length, state.agreement(prompts) - 1, prompts.shape[1] - 1)
-        if has_states and (resumed < length or self.bounds_prompts):  # only where a snapshot is, of the prompt alone
+        if any(layer.states for layer in held) and (resumed < length or self.bounds_prompts):
+            # Only where a snapshot is, of the prompt alone.
             resumed = 0 if state.snapshot is None or state.snapshot.length > resumed else state.snapshot.length
-        reachable = resumed == length or can_cut_back
-        if resumed < 1 or not reachable or not state.vouches_for(self.cache, resumed):
-            return CacheResume()
+        # A window that has slid no longer holds what an earlier point would need.
+        is_reachable = resumed == length or all(layer.num_tokens in (None, length) for layer in held)
+        if resumed < 1 or not is_reachable or not state.vouches_for(self.cache, resumed):
+            return self.start
         self._older = state.snapshot
-        behind = state.length - resumed  # positions of the drafter that do not hold any more
-        return CacheResume(
+        self.start = CacheResume(
             target=_first_tokens(self.cache, resumed, state.snapshot),
-            drafter=self._drafter_part(state, behind),
+            drafter=self._drafter_part(state, behind=state.length - resumed),
             skip=resumed,
         )
-
-    def _resume_new_tokens(self, prompts: Tensor, length: int) -> CacheResume:
-        state = self._recorded_state(len(prompts))
-        if state is None or state.length != length or not state.vouches_for(self.cache, length):
-            unknown = torch.full((len(prompts), length), UNKNOWN_TOKEN)
-            return CacheResume(target=self.cache, history=unknown)
-        self._older = state.snapshot
-        # The drafter joined its last position with the last token written. The user may go on with another one.
-        goes_on = torch.equal(state.token_ids[:, -1], prompts[:, 0].cpu())
-        return CacheResume(
-            target=self.cache,
-            drafter=self._drafter_part(state, behind=0 if goes_on else 1),
-            history=state.token_ids[:, :-1],
-        )
+        return self.start
 
     def _recorded_state(self, rows: int) -> Eagle31CacheState | None:
         state = getattr(self.cache, "eagle31_state", None)
@@ -229,6 +182,7 @@ class CarriedCache:
         return state if state.target_fingerprint == self.target_fingerprint else None
 
     def _drafter_part(self, state: Eagle31CacheState, behind: int) -> DynamicCache | None:
+        """All but its last positions, which do not hold any more."""
         kept = state.drafter_cache.get_seq_length() - behind
         if kept < 1 or state.drafter_fingerprint != self.drafter_fingerprint:
             return None
@@ -248,7 +202,7 @@ class CarriedCache:
         Returns:
             The cache, or `None` if no stock cache can hold the text. It is then as it was.
         """
-        length = self.start.before_prompts + sequences.shape[1] - 1
+        length = sequences.shape[1] - 1
         held, empty = target.held_row(0), DynamicCache(config=self.config)
         if target.lengths[0] != length or not _fits(empty, held, length):
             return None
@@ -260,10 +214,8 @@ class CarriedCache:
         except BaseException:
             self.cache.layers = DynamicCache(config=self.config).layers  # empty, never half filled
             raise
-        text = sequences.to("cpu", copy=True)  # the caller may change what is returned
-        text = text if self.start.history is None else torch.cat((self.start.history, text), 1)
         self.cache.eagle31_state = Eagle31CacheState(  # type: ignore[attr-defined]
-            token_ids=text,
+            token_ids=sequences.to("cpu", copy=True),  # the caller may change what is returned
             key_checksum=_checksum(self.cache),
             drafter_cache=state_of_drafter,
             target_fingerprint=self.target_fingerprint,

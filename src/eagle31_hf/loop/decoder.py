@@ -191,7 +191,7 @@ class SpeculativeDecoder:
             self.drafter,
             self.largest,
             batch_size=batch_size,
-            length=self.request.start.before_prompts + self.sequences.rules.max_length,
+            length=self.sequences.rules.max_length,
             chunk=self.chunk,
             for_graphs=self.graphs is not None,
             exact_sizes=captures,
