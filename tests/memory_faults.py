@@ -23,7 +23,6 @@ from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.loop import round as rounds
 from eagle31_hf.loop.accept import Acceptor
-from eagle31_hf.loop.carried_cache import CacheResume
 from eagle31_hf.loop.round import Round
 from eagle31_hf.loop.survive import FallbackStep
 from eagle31_hf.loop.text import Sequences
@@ -129,7 +128,6 @@ METHODS: dict[str, tuple[Any, str]] = {
     "stop": (Sequences, "_must_stop"),
     "time": (Sequences, "stop_if_out_of_time"),
     "path": (rounds, "aux_of_path"),
-    "start": (CacheResume, "load"),
 }
 
 

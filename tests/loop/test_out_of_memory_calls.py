@@ -14,7 +14,7 @@ from torch import Tensor
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.drafting.draft_tree import DraftTree
-from eagle31_hf.loop.carried_cache import CacheResume, CarriedCache
+from eagle31_hf.loop.carried_cache import CarriedCache
 from eagle31_hf.loop.decoder import SpeculativeDecoder
 from eagle31_hf.loop.survive import NOT_HANDED_OVER
 from helpers import configured, drafter_of, oracle_drafts, seeded, target_of
@@ -138,7 +138,7 @@ def two_turns(disturbance: Any) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("owner", "name", "times", "step"),
     [
-        (CacheResume, "load", 1, FREED),
+        (CarriedCache, "load", 1, FREED),
         (CarriedCache, "close", 1, NOT_HANDED_OVER),
         (DraftSession, "_absorb", 10**6, DROPPED),
         (SpeculativeCache, "keep", 1, FREED),

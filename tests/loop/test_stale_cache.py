@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from carried_turns import (
     ours,
     plain,
     prompt_of,
-    target_positions,
     users_turn,
 )
 from hypothesis import given, settings
@@ -32,7 +30,7 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.packed_linear import packed_tensors
 from eagle31_hf.errors import UnsupportedGenerationError
 from eagle31_hf.loop.carried_cache import fingerprint
-from helpers import drafter_of, oracle_drafts, random_drafter, random_prompts, target_of
+from helpers import drafter_of, random_drafter, random_prompts, random_target, target_of
 
 pytestmark = pytest.mark.contract
 
@@ -68,26 +66,20 @@ def test_a_cache_without_a_record(name):
     assert_reads(text.shape[1], name, text, cache)  # of unknown text: read it all
 
 
-@pytest.mark.parametrize("name", [*FULL, *SLIDING])
-def test_another_drafter_starts_midway(name):
-    text, cache = after_one_turn(name)
-    text = users_turn(text)
-    truth = plain(name, text)
-    drafter = random_drafter(target_of(name), seed=7)
-    with oracle_drafts(truth, text.shape[1]), target_positions(name) as counts:
-        written = plain(name, text, assistant_model=drafter, past_key_values=cache)
-    drafter.detach()
-    assert torch.equal(written, truth)
-    assert counts[0] == 6
-    assert cache.eagle31_state.drafter_cache.get_seq_length() == NEW + 5  # the old one's state is not mixed in
-    assert torch.equal(ours(name, users_turn(truth, 1), cache), plain(name, users_turn(truth, 1)))
-
-
-def test_another_target_trusts_nothing():
+@pytest.mark.parametrize("other", ["target", "drafter"])
+def test_another_target_or_drafter_trusts_nothing(other):
     text, cache = after_one_turn("llama")
-    cache.eagle31_state = dataclasses.replace(cache.eagle31_state, target_fingerprint="of other weights")
+    target = target_of("llama") if other == "drafter" else random_target(target_of("llama").config, seed=5)
+    drafter, read = random_drafter(target, seed=7), []
+    handle = target.get_input_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0].shape[1]))
     text = users_turn(text)
-    assert_reads(text.shape[1], "llama", text, cache)
+    how = {"attention_mask": torch.ones_like(text), "max_new_tokens": NEW, "do_sample": False}
+    truth = target.generate(text, **how)
+    read.clear()
+    assert torch.equal(target.generate(text, **how, assistant_model=drafter, past_key_values=cache), truth)
+    assert read[0] == text.shape[1]
+    handle.remove()
+    drafter.detach()
 
 
 def test_a_cache_refilled_behind_our_back_is_found_out():

@@ -273,19 +273,28 @@ class SpeculativeCache(Cache):
 
     # In and out ------------------------------------------------------------------------------------------------------
 
-    def load_dynamic(self, dynamic: DynamicCache, padding: Sequence[int] | None = None) -> None:
+    def load_dynamic(
+        self,
+        dynamic: DynamicCache,
+        padding: Sequence[int] | None = None,
+        *,
+        length: int | None = None,
+        snapshot: StateSnapshot | None = None,
+    ) -> None:
         """Take over what a plain `generate` left in its cache.
 
         Args:
             dynamic: that cache.
             padding: pads in front of each row, which are left there; default: none.
+            length: first tokens to take, of windows that have slid all; default: all.
+            snapshot: states that may be those after so many.
 
         Raises:
             UnsupportedGenerationError: its layers are of another kind (quantised, static, recurrent), its batch is
                 another, or a layer no longer holds what is needed. This cache is then empty.
         """
         self.reset()
-        length = held_length(dynamic)
+        length = held_length(dynamic) if length is None else length
         assert length <= self.capacity, f"got {length} tokens for {self.capacity} slots"
         held = read_stock_layers(dynamic, self.batch_size)
         self._reserve(length)
@@ -294,10 +303,13 @@ class SpeculativeCache(Cache):
             layer = self.layers[index]
             if content.keys is not None and content.values is not None:
                 assert isinstance(layer, SlotLayer)
-                layer.load(content.keys, content.values, lengths)
+                layer.load(content.keys[:, :, :length], content.values[:, :, :length], lengths)
             if content.states:
                 assert isinstance(layer, StateLayer)
-                layer.load_states(content.states)
+                if snapshot is not None and snapshot.length == length:
+                    layer.load_states(snapshot.states[index])
+                else:
+                    layer.load_states(content.states)
         self.placement.set_lengths(lengths)
 
     def held_states(self) -> StateSnapshot:

@@ -9,7 +9,7 @@ import torch
 
 from ..cache.stock import CACHE_ARGUMENT
 from ..errors import UnsupportedGenerationError
-from ..loop.carried_cache import CacheResume, CarriedCache
+from ..loop.carried_cache import CarriedCache
 from ..loop.decoder import DecodingRequest, SpeculativeDecoder
 from ..loop.pair import Drafting
 from ..loop.survive import RecoveringDecoder
@@ -81,11 +81,11 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
 
 
 def _request(call: Call, drafts: Drafting, carried: CarriedCache | None, stats: SpeculationStats) -> DecodingRequest:
-    config, start = call.generation_config, CacheResume() if carried is None else carried.start
+    config, skip = call.generation_config, 0 if carried is None else carried.skip
     pad, prompts = getattr(config, "_pad_token_tensor", None), call.input_ids
     asks_caller = call.processing.in_order or call.rules.of_the_caller
     code = CallersCode(call.batch_size, prompts.shape[1], prompts.device) if asks_caller else None
-    stats.prefilled_tokens = sum(prompts.shape[1] - pads - start.skip for pads in call.padding)
+    stats.prefilled_tokens = sum(prompts.shape[1] - pads - skip for pads in call.padding)
     return DecodingRequest(
         sequences=Sequences(prompts, call.padding, call.rules, None if pad is None else int(pad), code),
         processing=call.processing,
@@ -98,7 +98,6 @@ def _request(call: Call, drafts: Drafting, carried: CarriedCache | None, stats: 
         on_tokens=None if call.streamer is None else _streaming(call.streamer),
         keep_scores=bool(config.return_dict_in_generate and config.output_scores),
         keep_logits=bool(config.return_dict_in_generate and config.output_logits),
-        start=start,
         carried=carried,
         stats=stats,
         code=code,
@@ -130,7 +129,8 @@ def _carried_cache(call: Call, stats: SpeculationStats) -> CarriedCache | None:
             "cache and the whole text"
         )
     carried = CarriedCache(call.drafter, cache)
-    again = call.cached_length - carried.open(call.input_ids).skip
+    carried.open(call.input_ids)
+    again = call.cached_length - carried.skip
     if again > 0:
         stats.fallbacks.append(f"{again} tokens of the carried cache do not hold for this prompt")
     return carried

@@ -9,7 +9,8 @@ A turn resumes where record and prompt part. Tokens of unknown origin (a plain `
 record at all) are read again by target and drafter. Where plain decoding takes over and is given the whole prompt, a
 cache of another text is emptied (`forget_other_text`).
 
-Another drafter starts midway. It needs no position offset: its rotary positions count only as differences. It sees less
+A drafter that has read less starts midway. It needs no position offset: its rotary positions count only as differences.
+It sees less
 context, so fewer of its drafts may be accepted; the text is the target's either way. Reading the history again for the
 drafter's sake alone would cost the very prefill that the cache saves.
 
@@ -18,10 +19,8 @@ The user's cache is refilled when the turn has ended: an interrupted turn leaves
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +49,14 @@ class Eagle31CacheState:
         key_checksum: `(1, k, n)` on the CPU, some numbers of the last layer's newest keys, or of its state. A deep key
             depends on every token before it, so an equal one proves that the cache still holds this text.
         drafter_cache: the drafter's keys and values of the newest positions before the last token.
-        target_fingerprint, drafter_fingerprint: of the weights that computed them.
+        fingerprint: of the weights of target and drafter, which computed them.
         snapshot: of a target that keeps states, those shortly before the answer: a next turn may rewrite it.
     """
 
     token_ids: Tensor
     key_checksum: Tensor
     drafter_cache: DynamicCache
-    target_fingerprint: str
-    drafter_fingerprint: str
+    fingerprint: str
     snapshot: StateSnapshot | None = None
 
     @property
@@ -105,34 +103,16 @@ def _checksum(cache: DynamicCache) -> Tensor:
 # --- where a turn begins ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CacheResume:
-    """What target and drafter have read before the turn begins.
-
-    Attributes:
-        target: what the target's cache starts with; `None` for nothing.
-        drafter: the same for the drafter's, often shorter.
-        skip: first columns of the prompts that are read already.
-    """
-
-    target: DynamicCache | None = None
-    drafter: DynamicCache | None = None
-    skip: int = 0
-
-    def load(self, cache: SpeculativeCache, session: DraftSession | None) -> None:
-        """Begin with what holds. Both are copies: the user's cache is not written to."""
-        if self.target is not None:
-            cache.load_dynamic(self.target)
-        if self.drafter is not None and session is not None:
-            session.cache.load_dynamic(self.drafter)
-
-
 class CarriedCache:
     """One turn's view of a carried cache.
 
     Args:
         drafter: attached to the target that generates.
         cache: as `generate` hands it over, empty or not; refilled by `close`.
+
+    Attributes:
+        skip: first tokens of the prompt that need not be read: target and drafter begin with what the cache holds.
+        snapshot: the states shortly before this turn's answer.
     """
 
     def __init__(self, drafter: Assistant, cache: DynamicCache):
@@ -140,13 +120,12 @@ class CarriedCache:
         self.cache = cache
         self.config: PreTrainedConfig = binding.text_config
         self.bounds_prompts = binding.bounds_prompts
-        self.target_fingerprint = fingerprint(binding.model)
-        self.drafter_fingerprint = fingerprint(drafter)
-        self.start = CacheResume()
-        self.snapshot: StateSnapshot | None = None  # the states shortly before this turn's answer
-        self._older: StateSnapshot | None = None  # of the turn before, while it holds
+        self.fingerprint = fingerprint(binding.model) + fingerprint(drafter)
+        self.skip = 0
+        self.snapshot: StateSnapshot | None = None
+        self._last: Eagle31CacheState | None = None  # of the turn before, while it holds
 
-    def open(self, prompts: Tensor) -> CacheResume:
+    def open(self, prompts: Tensor) -> None:
         """Decide what of the cache holds for a whole text `(1, P)` without padding.
 
         Raises:
@@ -154,9 +133,9 @@ class CarriedCache:
         """
         length = held_length(self.cache)
         held = read_stock_layers(self.cache, len(prompts)).values()
-        state = self._recorded_state(len(prompts))
-        if state is None:
-            return self.start
+        state = getattr(self.cache, "eagle31_state", None)
+        if not isinstance(state, Eagle31CacheState) or state.fingerprint != self.fingerprint:
+            return
         # One token short of the agreement: the drafter joined its last position with the token after it. The prompt's
         # last token is read in any case, its logits are not kept.
         resumed = min(length, state.agreement(prompts) - 1, prompts.shape[1] - 1)
@@ -165,28 +144,18 @@ class CarriedCache:
             resumed = 0 if state.snapshot is None or state.snapshot.length > resumed else state.snapshot.length
         # A window that has slid no longer holds what an earlier point would need.
         is_reachable = resumed == length or all(layer.num_tokens in (None, length) for layer in held)
-        if resumed < 1 or not is_reachable or not state.vouches_for(self.cache, resumed):
-            return self.start
-        self._older = state.snapshot
-        self.start = CacheResume(
-            target=_first_tokens(self.cache, resumed, state.snapshot),
-            drafter=self._drafter_part(state, behind=state.length - resumed),
-            skip=resumed,
-        )
-        return self.start
+        if resumed > 0 and is_reachable and state.vouches_for(self.cache, resumed):
+            self.skip, self._last = resumed, state
 
-    def _recorded_state(self, rows: int) -> Eagle31CacheState | None:
-        state = getattr(self.cache, "eagle31_state", None)
-        if not isinstance(state, Eagle31CacheState) or len(state.token_ids) != rows:
-            return None
-        return state if state.target_fingerprint == self.target_fingerprint else None
-
-    def _drafter_part(self, state: Eagle31CacheState, behind: int) -> DynamicCache | None:
-        """All but its last positions, which do not hold any more."""
-        kept = state.drafter_cache.get_seq_length() - behind
-        if kept < 1 or state.drafter_fingerprint != self.drafter_fingerprint:
-            return None
-        return _first_tokens(state.drafter_cache, kept)
+    def load(self, cache: SpeculativeCache, session: DraftSession | None) -> None:
+        """Begin with what holds, as copies: the user's cache is not written to."""
+        if self._last is None:
+            return
+        cache.load_dynamic(self.cache, length=self.skip, snapshot=self._last.snapshot)
+        of_drafter = self._last.drafter_cache
+        kept = of_drafter.get_seq_length() - (self._last.length - self.skip)  # the others do not hold any more
+        if session is not None and kept > 0:
+            session.cache.load_dynamic(of_drafter, length=kept)
 
     # --- where it ends -----------------------------------------------------------------------------------------------
 
@@ -218,9 +187,8 @@ class CarriedCache:
             token_ids=sequences.to("cpu", copy=True),  # the caller may change what is returned
             key_checksum=_checksum(self.cache),
             drafter_cache=state_of_drafter,
-            target_fingerprint=self.target_fingerprint,
-            drafter_fingerprint=self.drafter_fingerprint,
-            snapshot=self.snapshot or self._older,
+            fingerprint=self.fingerprint,
+            snapshot=self.snapshot or (None if self._last is None else self._last.snapshot),
         )
         return self.cache
 
@@ -236,29 +204,6 @@ def _cache_of_drafter(drafter: SpeculativeCache | None) -> DynamicCache:
 
 
 # --- stock caches -----------------------------------------------------------------------------------------------------
-
-
-def _first_tokens(cache: DynamicCache, length: int, snapshot: StateSnapshot | None = None) -> DynamicCache:
-    """The first tokens of a stock cache as one of its own; nothing is copied.
-
-    Args:
-        snapshot: of a target that keeps states, those after so many tokens.
-    """
-    if held_length(cache) == length:
-        return cache
-    first = copy.copy(cache)
-    first.layers = [copy.copy(layer) for layer in cache.layers]
-    layers: list[Any] = first.layers
-    for index, layer in enumerate(layers):
-        if getattr(layer, "keys", None) is not None:
-            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = length
-        kept = {} if snapshot is None else snapshot.states.get(index, {})
-        for kind in {kind for kind, _ in kept}:
-            states = {number: state for (of, number), state in kept.items() if of == kind}
-            setattr(layer, kind, getattr(layer, kind) | states)
-    return first
 
 
 def _fits(empty: DynamicCache, held: LayerStates, length: int) -> bool:

@@ -31,7 +31,7 @@ from ..stats import NOT_A_NUMBER, PhaseClock, SpeculationStats
 from ..targets.binding import TargetBinding
 from ..targets.prompt_forward import PromptForward
 from .accept import Accepted, Acceptor
-from .carried_cache import BEFORE_THE_ANSWER, CacheResume, CarriedCache
+from .carried_cache import BEFORE_THE_ANSWER, CarriedCache
 from .choosing import ChoiceRule, RoundBatch
 from .pair_caches import PairCaches
 from .prefill import ChunkedPrefill, PrefillState
@@ -55,8 +55,7 @@ class DecodingRequest:
         prefill_chunk: prompt columns per target forward; `None` for all at once.
         on_tokens: called with `(row, tokens)` as they are written (streaming).
         keep_scores, keep_logits: collect processed / raw scores of every written token.
-        start: what the caches hold already.
-        carried: the cache that the next turn goes on with; `None`: there is none.
+        carried: the cache that this turn goes on with, and the next one; `None`: there is none.
         graphs: that compute rounds; `None`: eager code does.
         code: asks processors and criteria of the caller's; `None`: there are none.
         noise: what tokens are sampled by, from the first one on; `None`: the text is greedy.
@@ -73,7 +72,6 @@ class DecodingRequest:
     on_tokens: Callable[[int, list[int]], None] | None = None
     keep_scores: bool = False
     keep_logits: bool = False
-    start: CacheResume = field(default_factory=CacheResume)
     carried: CarriedCache | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     graphs: Graphs | None = None
@@ -93,6 +91,11 @@ class DecodingRequest:
             self.noise = PositionNoise(self.sequences.batch_size, vocabulary, device)
         if self.code is not None:
             self.code.noise = self.noise
+
+    @property
+    def skip(self) -> int:
+        """First columns of the prompts that are not read: a carried cache holds them."""
+        return 0 if self.carried is None else self.carried.skip
 
     @property
     def wants_scores(self) -> bool:
@@ -149,7 +152,7 @@ class SpeculativeDecoder:
         self.clock = PhaseClock(request.stats)
         self.rows = list(range(self.sequences.batch_size))
         self.stage, self.largest = Stage.PREFILL, request.shape
-        prompt = self.sequences.prompts.shape[1] - request.start.skip  # columns still to be read
+        prompt = self.sequences.prompts.shape[1] - request.skip  # columns still to be read
         least = len(self.rows) + 2 if self.binding.has_states else 1  # so that no token need be read alone
         self.chunk = min(max(request.prefill_chunk or prompt, least), prompt)
         self.reading: PrefillState | None = None
@@ -232,10 +235,11 @@ class SpeculativeDecoder:
         """Target and drafter read the prompts; then the target's first token. If that is there already, they read all
         that was written."""
         self.stage = Stage.PREFILL
-        skip = self.request.start.skip
+        carried = self.request.carried
         with self.clock.phase("prefill"):
-            self.request.start.load(self.caches.target, self.caches.drafter)
-            texts = [self.sequences.text(row, skip) for row in self.rows]
+            if carried is not None:
+                carried.load(self.caches.target, self.caches.drafter)
+            texts = [self.sequences.text(row, self.request.skip) for row in self.rows]
             if not any(self.sequences.new[row] for row in self.rows):
                 return self.first_token(self.read(texts, unread=0))
             self.read(texts, unread=1)
