@@ -133,7 +133,7 @@ def test_no_module_imports_the_package_root():
 
 
 ROUND_STEPS = {
-    "propose_chain", "grow_tree", "Verification", "CompiledVerification", "CompiledDrafting",
+    "draft_chain", "grow_tree", "Verification", "CompiledVerification", "CompiledDrafting",
     "RoundStep", "accept_chosen", "accept_paths", "match_prefix", "draft_scores", "scores_in_grammars",
 }  # fmt: skip
 NOT_ROUNDS = {

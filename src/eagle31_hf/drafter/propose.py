@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..drafting.draft_tree import DraftTree, to_target_ids
+from ..drafting.draft_tree import to_target_ids
 from ..drafting.shape import DraftShape
 from ..sampling.draw import argmax, perturbed
 from ..sampling.logits_processing import DraftWarping
@@ -22,23 +21,6 @@ from .session import DraftState
 
 # Draft logits (B, Vd) and the target ids drafted so far, each (B,), to processed scores (B, Vd) or (B, V).
 DraftScores = Callable[[Tensor, Sequence[Tensor]], Tensor]
-
-
-class DraftStepper(Protocol):
-    """What drafts are made with: a `DraftSession`, or graphs of one."""
-
-    draft_ids: Tensor | None
-
-    @property
-    def root(self) -> DraftState:
-        """State after the last absorbed position of each row."""
-        ...
-
-    def step(
-        self, tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor | None = None
-    ) -> DraftState:
-        """One recurrent draft step; see `DraftSession.step`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -116,27 +98,29 @@ def _of_tokens(of_vocabulary: Tensor, support: Tensor | None, width: int) -> Ten
     return of_vocabulary.gather(1, ids)  # indexing takes ten times as long on a CPU
 
 
-def propose_chain(
-    session: DraftStepper, roots: Tensor, length: DraftShape, choice: DraftChoice = BARE_CHOICE
-) -> DraftTree:
-    """As `draft_chain`, as a tree."""
-    return DraftTree.chain(draft_chain(session, roots, length, choice))
-
-
-def draft_chain(session: DraftStepper, roots: Tensor, length: DraftShape, choice: DraftChoice) -> Tensor:
+def draft_chain(
+    state: DraftState,
+    step: Callable[..., DraftState],
+    draft_to_target: Tensor | None,
+    roots: Tensor,
+    length: DraftShape,
+    choice: DraftChoice,
+) -> Tensor:
     """Draft tokens one after the other, until the chain is long enough or too doubtful: `(B, 1 + K)` with the roots.
 
     Args:
-        session: has absorbed everything up to `roots`.
+        state: of the root.
+        step: takes what `DraftSession.step` does.
+        draft_to_target: target ids of a reduced draft vocabulary.
         roots: `(B,)` the last token of each row.
         length: most tokens, and the doubt that ends a chain earlier (for all rows at once).
         choice: how each token is chosen.
     """
-    state, tokens = session.root, [roots]
+    tokens = [roots]
     confidence = [1.0] * roots.shape[0]  # of each row, how sure the drafter has been of every step so far
-    for step in range(length.depth):
-        ranked, support = choice.rank(state.logits[:, 0], tokens[1:], session.draft_ids, depth=step)  # (B, S)
-        is_last = step + 1 == length.depth
+    for depth in range(length.depth):
+        ranked, support = choice.rank(state.logits[:, 0], tokens[1:], draft_to_target, depth=depth)  # (B, S)
+        is_last = depth + 1 == length.depth
         if length.min_confidence > 0 and not is_last:
             largest, best = ranked.softmax(-1, dtype=torch.float32).max(-1)  # (B,) each
             confidence = [before * now for before, now in zip(confidence, largest.tolist(), strict=True)]
@@ -145,5 +129,5 @@ def draft_chain(session: DraftStepper, roots: Tensor, length: DraftShape, choice
         tokens.append(to_target_ids(best[:, None], support).squeeze(1))
         if is_last or max(confidence) < length.min_confidence:
             break
-        state = session.step(tokens[-1][:, None], state.feedback, after=step, depth=step)
+        state = step(tokens[-1][:, None], state.feedback, after=depth, depth=depth)
     return torch.stack(tokens, 1)

@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..drafter.draft_scores import draft_scores
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.propose import DraftChoice, propose_chain
+from ..drafter.propose import DraftChoice, draft_chain
 from ..drafter.session import DraftSession, positions_read_at_once
 from ..loop.pair import draft_shape
 from ..sampling.logits_processing import ScoreProcessing
@@ -110,7 +110,8 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         if depth < 1 or bool(session.root.logits.isnan().any()):
             return input_ids.new_empty(0)
         choice = DraftChoice(draft_scores(self.drafter, self.processing, prefix, [0]))
-        return self._up_to_end(propose_chain(session, input_ids[:, -1], self.shape.cut_to(depth), choice).tokens[0, 1:])
+        roots, shape = input_ids[:, -1], self.shape.cut_to(depth)
+        return self._up_to_end(draft_chain(session.root, session.step, session.draft_ids, roots, shape, choice)[0, 1:])
 
     def _up_to_end(self, tokens: Tensor) -> Tensor:
         """Drafts after an end-of-sequence token are worthless, and the loop of 5.17 would keep them."""

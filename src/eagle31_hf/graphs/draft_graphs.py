@@ -174,15 +174,14 @@ class DraftInputs(NamedTuple):
 
 
 class DraftInGraph:
-    """A `DraftStepper` within a step: a whole draft is then made as by eager code.
+    """Steps within a step: a whole draft is then made as by eager code.
 
     Attributes:
         checked: see `Drafted`.
     """
 
     def __init__(self, drafter: Eagle31Drafter, told: DraftInputs, levels: int, cache: FixedShapeCache):
-        self.drafter, self.draft_ids, self.root = drafter, drafter.draft_ids, told.root
-        self.checked = told.root.logits
+        self.drafter, self.checked = drafter, told.root.logits
         self._slots, self._cache = told.slots, cache
         self._cos, self._sin = rotary_of(drafter, told.slots, levels, told.rotary)
 
@@ -203,10 +202,9 @@ def whole_step(
 ) -> Drafted:
     """A whole draft of this shape. The last token of a chain is not stepped over, though it has a slot."""
     steps, choice = DraftInGraph(drafter, told, shape.stepped_levels, cache), choosing.of_drafts(told.by)
-    if shape.is_tree:
-        tree = grow_tree(told.root, steps.step, drafter.draft_ids, told.roots, shape, choice)
-        return Drafted(steps.checked, DraftNodes.of(tree, shape))
-    return Drafted(steps.checked, DraftNodes(draft_chain(steps, told.roots, shape, choice)))
+    made_of = told.root, steps.step, drafter.draft_ids, told.roots, shape, choice
+    nodes = DraftNodes.of(grow_tree(*made_of), shape) if shape.is_tree else DraftNodes(draft_chain(*made_of))
+    return Drafted(steps.checked, nodes)
 
 
 # --- a session by graphs ----------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from ..drafter.assistant import Assistant
 from ..drafter.draft_scores import InGrammar, draft_scores, scores_in_grammars
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.dynamic import grow_tree
-from ..drafter.propose import DraftChoice, DraftScores, DraftStepper, propose_chain
-from ..drafter.session import absorbed
+from ..drafter.propose import DraftChoice, DraftScores, draft_chain
+from ..drafter.session import DraftSession, absorbed
 from ..drafting.draft_tree import DraftTree
 from ..drafting.host_numbers import on_device
 from ..drafting.plan import DraftPolicy
@@ -261,14 +261,12 @@ def _serves(made: DraftShape, planned: DraftShape) -> bool:
 # --- drafts by eager code ---------------------------------------------------------------------------------------------
 
 
-def propose(session: DraftStepper, batch: RoundBatch, drafter: Eagle31Drafter) -> DraftTree:
+def propose(session: DraftSession | CompiledDrafting, batch: RoundBatch, drafter: Eagle31Drafter) -> DraftTree:
     """What the drafter proposes step by step, as planned."""
     assert batch.plan is not None, "drafts are planned"
-    shape, depth, roots = batch.plan.shape, batch.draft_depth, batch.roots
-    choice = _draft_choice(batch, drafter, depth)
-    if shape.is_tree:
-        return grow_tree(session.root, session.step, session.draft_ids, roots, shape.cut_to(depth), choice)
-    return propose_chain(session, roots, shape.cut_to(depth), choice)
+    shape, choice = batch.plan.shape.cut_to(batch.draft_depth), _draft_choice(batch, drafter, batch.draft_depth)
+    made_of = session.root, session.step, session.draft_ids, batch.roots, shape, choice
+    return grow_tree(*made_of) if batch.plan.shape.is_tree else DraftTree.chain(draft_chain(*made_of))
 
 
 def _draft_choice(batch: RoundBatch, drafter: Eagle31Drafter, depth: int) -> DraftChoice:
