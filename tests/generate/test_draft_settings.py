@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -103,3 +104,18 @@ def test_fields_that_nothing_would_read_are_refused_by_name() -> None:
     twin.temperature = 0.5
     assert isinstance(twin, hf.GenerationConfig)
     assert Eagle31GenerationConfig.from_dict(twin.to_dict()).to_dict() == twin.to_dict()
+
+
+def test_fields_of_version_0_1_are_ignored_with_a_line_and_refused_when_they_are_set(tmp_path, caplog) -> None:
+    Eagle31GenerationConfig(draft_confidence_floor=None, draft_tree="dynamic")
+    assert not caplog.records, "they were never set"
+    old = {"draft_confidence_floor": 0.1, "draft_tree": "dynamic", "draft_top_k": 3, "cache_type": "int8"}
+    (tmp_path / "generation_config.json").write_text(json.dumps(old))
+    config = Eagle31GenerationConfig.from_pretrained(tmp_path)
+    assert (config.draft_min_confidence, config.draft_top_k, config.cache_type) == (None, 3, "int8")
+    renamed = "draft_confidence_floor went in 0.2.0: it is called draft_min_confidence"
+    assert renamed in caplog.text
+    config.check()
+    assert "draft_confidence_floor" not in config.to_dict()
+    with pytest.raises(ConfigurationError, match=renamed):
+        config.draft_confidence_floor = 0.3

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,6 @@ from .files import CONFIG_FILE, FLOATS, StoredTensors, dtype_name, open_tensors,
 from .hub import refuse_other_contents, resolve_checkpoint
 from .layouts import (
     LATENT_SIZES,
-    NESTED_LAYER_IDS,
-    SGLANG_RULE,
     Layout,
     canonical_name,
     check_expressible,
@@ -260,31 +258,17 @@ def _read_headers(folder: Path, source: str) -> CheckpointSummary:
         stored,
         names,
         stored_config.layer_ids,
-        _caution_notes(layout, config, stored_config, raw_config),
+        tuple(_notes(config, raw_config)),
         stored_config.metadata,
     )
 
 
-def _caution_notes(
-    layout: Layout, config: Eagle31Config, stored: StoredConfig, raw_config: Mapping[str, Any]
-) -> tuple[str, ...]:
-    """What a file cannot tell for sure and only acceptance would show."""
-    format, notes = layout.name, []
-    if format == "specforge" and config.norm_output and config.aux_norm == "none":
-        notes.append(
-            "SpecForge before its fix #879 (2026-09) wrote norm_output=true for drafters trained with pre-norm "
-            "feedback: if acceptance falls sharply after the first token, set norm_output to false"
-        )
-    if NESTED_LAYER_IDS in stored.layer_ids and format in ("specforge", "modelopt"):
-        notes.append(
-            f"stored layer ids are read as SGLang does ({SGLANG_RULE}): hidden states {config.aux_layers}; if "
-            "acceptance is near chance, try their neighbours"
-        )
+def _notes(config: Eagle31Config, raw_config: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader of the file would not expect."""
     if config.sliding_window is not None:
-        notes.append(f"sliding window: the drafter sees {config.sliding_window} tokens back, as config.json says")
+        yield f"sliding window: the drafter sees {config.sliding_window} tokens back, as config.json says"
     if raw_config.get("quantization_config"):
-        notes.append("config.json has a quantization_config, the weights are floats: it is the target's, and not read")
-    return tuple(notes)
+        yield "config.json has a quantization_config, the weights are floats: it is the target's, and not read"
 
 
 def _check_sections(raw_config: Mapping[str, Any]) -> None:

@@ -122,7 +122,7 @@ class DraftSession:
         """
         if not self._unread.count:
             return
-        tokens, aux = self._unread.tokens, self._unread.aux
+        tokens, aux = self._unread.read()
         self._absorb(tokens, aux, [tokens.shape[1]] * tokens.shape[0], read=read, at_once=at_once)
         self._unread.clear()  # not before: this may run out of memory, and is then tried again
 
@@ -260,42 +260,32 @@ class UnreadPositions:
     """
 
     def __init__(self, room: int):
-        self.room, self.count = room, 0
+        self.room = room
         self._tokens: list[list[int]] = []  # of each row
         self._buffer: Tensor | None = None  # (B, room, A*Ht); kept for the next ones, if they are like these
 
-    def add(self, tokens: Sequence[Sequence[int]], aux: Tensor) -> None:
-        """Keep copies, behind those that wait.
+    @property
+    def count(self) -> int:
+        """Of each row."""
+        return len(self._tokens[0]) if self._tokens else 0
 
-        Args:
-            tokens: `T` of each row.
-            aux: hidden states `(B, T, A*Ht)`.
-        """
+    def add(self, tokens: Sequence[Sequence[int]], aux: Tensor) -> None:
+        """Keep copies of `T` tokens of each row and their hidden states `(B, T, A*Ht)`, behind those that wait."""
         rows, width, size = aux.shape
         held = self._buffer
-        if not self.count:
-            self._tokens = [[] for _ in range(rows)]
         if held is None or (held.dtype, held.device, held.shape[::2]) != (aux.dtype, aux.device, (rows, size)):
             held = self._buffer = aux.new_empty(rows, self.room, size)
-        for row, more in zip(self._tokens, tokens, strict=True):
-            row.extend(more)
         held.narrow(1, self.count, width).copy_(aux)
-        self.count += width
+        self._tokens = [[*before, *more] for before, more in zip(self._tokens or [[]] * rows, tokens, strict=True)]
 
-    @property
-    def tokens(self) -> Tensor:
-        """Of all that waits, `(B, n)`."""
-        return on_device(self._tokens, self.aux.device)
-
-    @property
-    def aux(self) -> Tensor:
-        """Hidden states of all that waits, `(B, n, A*Ht)`; valid until the next `add`."""
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Tokens `(B, n)` and hidden states of all that waits; valid until the next `add`."""
         assert self._buffer is not None, "nothing waits"
-        return self._buffer.narrow(1, 0, self.count)
+        return on_device(self._tokens, self._buffer.device), self._buffer.narrow(1, 0, self.count)
 
     def clear(self) -> None:
         """Nothing waits any more."""
-        self.count = 0
+        self._tokens = []
 
 
 def absorbed(tokens: Sequence[Sequence[int]], aux: Tensor) -> tuple[Tensor, Tensor, list[int]]:
