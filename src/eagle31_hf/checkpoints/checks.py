@@ -185,91 +185,82 @@ def _is_language_model(config: Mapping[str, Any], tensors: Tensors) -> bool:
 
 
 class _Method(NamedTuple):
-    """What a checkpoint is, what to do, and by which of these it is recognised; patterns are searched for.
+    """What a checkpoint is, what to do, and how it is recognised.
 
     Attributes:
-        kind: in its architectures, `model_type` and `speculators_model_type`, lower-cased.
-        keys: of the config, where its tensors do not say that it is EAGLE-3's.
-        tensors: in the names of its tensors.
+        pattern: searched for in lines `kind K` (its architectures, `model_type` and `speculators_model_type`,
+            lower-cased), `key K` (of the config, where its tensors do not say that it is EAGLE-3's) and `tensor NAME`.
         holds: a test of config and tensors.
     """
 
     what: str
+    pattern: str = "(?!)"
     advice: str = _WANTED
-    kind: str = ""
-    keys: tuple[str, ...] = ()
-    tensors: str = ""
     holds: Callable[[Mapping[str, Any], Tensors], bool] = lambda config, tensors: False
 
 
 _METHODS = (  # the first that fits
     _Method(
         "an assistant that transformers runs itself (Gemma 4's multi-token prediction and its like)",
+        r"^kind .*assistant|^tensor pre_projection\.weight$",
         "load it with AutoModelForCausalLM.from_pretrained and pass it as assistant_model= to generate; this package "
         "has no part in that",
-        kind="assistant",
-        tensors=r"^pre_projection\.weight$",
     ),
     _Method(
         "a DFlash / DSpark block-diffusion drafter",
-        kind="dflash|dspark|domino|jetspec",
-        keys=("dflash_config", "dspark_config", "target_layer_ids"),
+        "^kind .*(dflash|dspark|domino|jetspec)|^key (dflash_config|dspark_config|target_layer_ids)$",
         holds=_is_block_diffusion,
     ),
     _Method(
         "a P-EAGLE parallel drafter",
+        r"^kind .*peagle|^tensor (.*\.)?mask_hidden$",
         "it was trained to draft all tokens in one pass from mask tokens, which no loop here does: serve it with vLLM "
         "(parallel_drafting), or take an EAGLE-3 or EAGLE 3.1 drafter",
-        kind="peagle",
-        tensors=r"(^|\.)mask_hidden$",
-        holds=_is_parallel,
+        _is_parallel,
     ),
     _Method(
         "a set of Medusa heads",
-        kind="medusa",
-        keys=("medusa_num_heads",),
-        tensors=r"medusa|parallel_draft_heads|^\d+\.\d+\.|^blocks\.\d+\.layers\.|^lm_heads\.\d+\.",
+        r"^kind .*medusa|^key medusa_num_heads$|^tensor .*(medusa|parallel_draft_heads)"
+        r"|^tensor (\d+\.\d+|blocks\.\d+\.layers|lm_heads\.\d+)\.",
     ),
     _Method(
         "an MLP speculator",
+        r"^kind .*mlp_?speculator|^tensor speculator\.(emb|head|proj|ln)\.\d+\.",
         "it drafts from the last hidden state by layers of its own: serve it with vLLM, or take an EAGLE-3 or EAGLE "
         "3.1 drafter",
-        kind="mlp_?speculator",
-        tensors=r"^speculator\.(emb|head|proj|ln)\.\d+\.",
     ),
-    _Method("a set of Hydra heads", keys=("hydra_num_heads",), tensors="hydra"),
+    _Method("a set of Hydra heads", "^key hydra_num_heads$|^tensor .*hydra"),
     _Method(
         "a multi-token-prediction (MTP) head",
+        r"^kind .*mtp|^tensor (.*\.)?(mtp|enorm|hnorm)\.|^tensor .*eh_proj",
         "heads of some families are read from their target's folder (docs/choosing.md names them); for others take an "
         "EAGLE-3 or EAGLE 3.1 drafter",
-        kind="mtp",
-        tensors=r"(^|\.)mtp\.|eh_proj|(^|\.)(enorm|hnorm)\.",
     ),
     _Method(
         "an EAGLE-1/2 drafter (it reads only the last hidden state)",
-        f"{_WANTED} for this target",
+        advice=f"{_WANTED} for this target",
         holds=_is_eagle_1_or_2,
     ),
     _Method(
         "a whole language model, not a drafter",
-        "name it as the target, and its drafter here (were the two swapped?)",
+        advice="name it as the target, and its drafter here (were the two swapped?)",
         holds=_is_language_model,
     ),
     _Method(
         "an EAGLE-3 drafter with Gemma's decoder layer (norms behind attention and MLP)",
+        r"^tensor .*\.((pre|post)_feedforward_layernorm\.|layer_scalar$)",
         "only layers like Llama's, Qwen3's and DeepSeek's can be read: take a drafter with one of those, such as "
         "SpecForge and NeMo make for Gemma targets",
-        tensors=r"\.(pre|post)_feedforward_layernorm\.|\.layer_scalar$",
     ),
     _Method(
         "an EAGLE-3 drafter whose attention has an output gate (Kimi K3's)",
+        r"^tensor .*\.self_attn\.g_proj\.",
         "only layers like Llama's, Qwen3's and DeepSeek's can be read",
-        tensors=r"\.self_attn\.g_proj\.",
     ),
     _Method(
         "an EAGLE-3 drafter whose MLP is a mixture of experts (Qwen3-MoE's, gpt-oss's)",
+        r"^tensor .*(\.mlp\.((shared_)?experts?\.|gate\.weight$|router\.)|\.block_sparse_moe\.)",
         "only drafters with one MLP per layer can be read",
-        tensors=r"\.mlp\.((shared_)?experts?\.|gate\.weight$|router\.)|\.block_sparse_moe\.",
     ),
 )
 
@@ -280,17 +271,14 @@ def refuse_other_methods(config: Mapping[str, Any], tensors: Tensors) -> None:
     Raises:
         CheckpointFormatError: this is not an EAGLE-3 / 3.1 drafter, or its weights are quantised.
     """
-    architectures = " ".join(map(str, config.get("architectures") or ()))
-    kinds = f"{architectures} {config.get('model_type')} {config.get('speculators_model_type')}".lower()
+    architectures = ", ".join(map(str, config.get("architectures") or ()))
+    kinds = f"kind {architectures} {config.get('model_type')} {config.get('speculators_model_type')}".lower()
     # EAGLE-3's first layer reads rows twice as wide as `fc` writes, `[embedding ; hidden]`.
     is_eagle_3 = 2 * _fc_shape(tensors)[0] in _widths_read(tensors)
+    keys = [] if is_eagle_3 else [f"key {key}" for key, value in config.items() if value is not None]
+    lines = "\n".join((kinds, *keys, *(f"tensor {name}" for name in tensors)))
     for method in _METHODS:
-        if (
-            (method.kind and re.search(method.kind, kinds))
-            or (not is_eagle_3 and any(config.get(key) is not None for key in method.keys))
-            or (method.tensors and _any_name(tensors, method.tensors))
-            or method.holds(config, tensors)
-        ):
+        if re.search(method.pattern, lines, re.MULTILINE) or method.holds(config, tensors):
             raise CheckpointFormatError(f"this checkpoint is {method.what}; {method.advice}")
     if not _any_name(tensors, r"(^|\.)fc\.weight$|hidden_norm\.|layers?\."):
         raise CheckpointFormatError(

@@ -2,14 +2,14 @@
 
 A published config is often a copy of the target's, so most of what stands there is about another network. The layers of
 a drafter are Llama's, Qwen3's or DeepSeek's; what some layer, head or loader of those kinds reads and this package does
-not is in `CHANGES_THE_DRAFTER`, and refused unless its value changes nothing.
+not is in `harmless_values`, and refused unless its value changes nothing.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -311,68 +311,54 @@ def _theta(rope: Mapping[str, Any], config: Mapping[str, Any], prefix: str) -> f
 
 # ---------------------------------------------------------------- fields that change the drafter
 
-Harmless = Callable[[Any, Eagle31Config], bool]
+
+def harmless_values(config: Eagle31Config) -> dict[str, tuple[Any, ...]]:
+    """Of each field that changes what a drafter computes, by its dotted name: the values with which the drafter is the
+    one this package computes. `null` always is one."""
+    width, theta = config.head_dim or 1, (config.rope_parameters or {}).get("rope_theta") or 0
+    rows: tuple[tuple[str, tuple[Any, ...]], ...] = (
+        # scores and states that are scaled or capped: Granite, Cohere, Gemma, OLMo
+        ("logit_scale logits_scaling embedding_multiplier residual_multiplier", (1,)),
+        ("attention_multiplier softmax_scale", (width**-0.5,)),
+        ("final_logit_softcapping attn_logit_softcapping clip_qkv llama_4_scaling", ()),
+        # other rotations, or none: GLM, GPT-NeoX, MiniMax, Gemma 3, Llama 4, SmolLM3, HunYuan, Kimi K3
+        ("query_pre_attn_scalar rotary_dim", (width,)),
+        ("rotary_pct rope_ratio rope_alpha no_rope_layers", (1,)),
+        ("rope_base rotary_base rotary_emb_base rope_local_base_freq", (theta,)),
+        ("rope_interleave rope_interleaved", (config.is_latent,)),  # latent attention turns neighbours as a pair
+        ("position_embedding_type", ("rope", "rotary")),
+        # other attention, another order of parts: Llama 4, Mistral 3, embedding models, HunYuan
+        ("attention_chunk_size", (0,)),
+        ("norm_type", ("rms", "rmsnorm", "RMSNorm", "rms_norm")),
+        ("eagle_config.parallel_draft_step", (0, 1)),
+        ("use_rope use_rotary_pos_emb is_causal", (True,)),
+        ("eagle_config.use_input_layernorm_in_first_layer eagle_config.use_last_layernorm", (True,)),
+        ("mla_use_nope attn_temperature_tuning use_bidirectional_attention use_cla parallel_attn", (False, 0)),
+        ("use_parallel_residual eagle_config.use_mtp_layernorm", (False, 0)),
+    )
+    values = {name: harmless for names, harmless in rows for name in names.split()}
+    if config.sliding_window is None:
+        del values["rope_local_base_freq"]  # of layers with a window
+    return values
 
 
-def _one_of(*values: Any) -> Harmless:
-    return lambda value, config: any(value is v or (value == v and type(value) is not bool) for v in values)
-
-
-def _close_to(wanted: Callable[[Eagle31Config], float]) -> Harmless:
-    def is_close(value: Any, config: Eagle31Config) -> bool:
-        return type(value) in (int, float) and abs(value - wanted(config)) <= 1e-6 * abs(wanted(config))
-
-    return is_close
-
-
-_UNSCALED = _one_of(1)
-_THETA = _close_to(lambda config: float((config.rope_parameters or {}).get("rope_theta") or 0))
-
-_TESTS: tuple[tuple[Harmless, str], ...] = (
-    # scores and states that are scaled or capped: Granite, Cohere, Gemma, OLMo
-    (_UNSCALED, "logit_scale logits_scaling embedding_multiplier residual_multiplier"),
-    (_close_to(lambda config: math.sqrt(1 / (config.head_dim or 1))), "attention_multiplier softmax_scale"),
-    (_one_of(), "final_logit_softcapping attn_logit_softcapping clip_qkv llama_4_scaling"),
-    # other rotations, or none: GLM, GPT-NeoX, MiniMax, Gemma 3, Llama 4, SmolLM3, HunYuan, Kimi K3
-    (_close_to(lambda config: float(config.head_dim or 0)), "query_pre_attn_scalar rotary_dim"),
-    (_UNSCALED, "rotary_pct rope_ratio rope_alpha"),
-    (_THETA, "rope_base rotary_base rotary_emb_base"),
-    (lambda value, config: config.sliding_window is None or _THETA(value, config), "rope_local_base_freq"),
-    # latent attention turns neighbours as a pair
-    (lambda value, config: value is config.is_latent, "rope_interleave rope_interleaved"),
-    (_one_of("rope", "rotary"), "position_embedding_type"),
-    (
-        lambda value, config: (
-            isinstance(value, list) and all(turned == 1 for turned in value[: config.num_hidden_layers])
-        ),
-        "no_rope_layers",
-    ),
-    # other attention, another order of parts: Llama 4, Mistral 3, embedding models, HunYuan
-    (_one_of(0), "attention_chunk_size"),
-    (_one_of("rms", "rmsnorm", "RMSNorm", "rms_norm"), "norm_type"),
-    (_one_of(0, 1), "eagle_config.parallel_draft_step"),
-    (
-        _one_of(True),
-        "use_rope use_rotary_pos_emb is_causal eagle_config.use_input_layernorm_in_first_layer "
-        "eagle_config.use_last_layernorm",
-    ),
-    (
-        _one_of(False, 0),
-        "mla_use_nope attn_temperature_tuning use_bidirectional_attention use_cla parallel_attn use_parallel_residual "
-        "eagle_config.use_mtp_layernorm",
-    ),
-)
-CHANGES_THE_DRAFTER: Mapping[str, Harmless] = {name: test for test, names in _TESTS for name in names.split()}
-"""Dotted name to a test: whether a drafter with this value is the one this package computes. `null` always is."""
+def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
+    numbers = [number for number in harmless if isinstance(number, int | float)]
+    if isinstance(value, bool):
+        return any(value is number for number in numbers)
+    if isinstance(value, int | float):
+        return any(abs(value - number) <= 1e-6 * abs(number) for number in numbers)
+    return value in harmless
 
 
 def refuse_unread_fields(layout: Layout, stored: Mapping[str, Any], config: Eagle31Config) -> None:
     """Raise a `CheckpointFormatError` if `stored` (`config.json`) asks for another network than `config` tells of."""
     if layout.ignores_the_rest:
         return
-    for name, is_harmless in CHANGES_THE_DRAFTER.items():
+    for name, harmless in harmless_values(config).items():
         value = get_path(stored, name if "." in name else layout.layer_config + name)
-        if value is not None and not is_harmless(value, config):
+        by_layer = value[: config.num_hidden_layers] if isinstance(value, list) else [value]
+        if value is not None and not all(_is_one_of(each, harmless) for each in by_layer):
             raise CheckpointFormatError(
                 f"config.json: {name} is {shown(value)}, which changes what a drafter computes and is not computed "
                 "here; such a drafter cannot be read. If it is left from the target's config and the drafter was "
