@@ -30,17 +30,14 @@ from eagle31_hf.measure.doctor import (
     write_both,
 )
 from eagle31_hf.measure.drift import CONDITIONS, SINK_TOKENS, DriftCurve, ObservedCache, curve_of
-from eagle31_hf.measure.exactness import Kind, Verdict
 from eagle31_hf.measure.plots import plot_drift
 from eagle31_hf.measure.readings import (
     ReadingScore,
     Subject,
-    VocabularyScore,
     mean_over_tokens,
     other_readings,
     replay,
     score_readings,
-    score_vocabulary,
 )
 from eagle31_hf.texts.chats import encode_chat
 from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded
@@ -94,11 +91,6 @@ def test_the_loop_without_drafts_has_graphs_where_the_drafter_has(
     monkeypatch.setattr(Bench, "run", lambda bench: seen.extend(bench.settings.methods) or run(bench))
     write_both(drafter, prompts[:1], new_tokens=4)
     assert [method.by_graphs for method in seen] == [False, None if has_graphs else False, None]
-
-
-def test_a_drafter_that_has_hardly_learned_has_no_wrong_map() -> None:
-    assert not VocabularyScore(as_mapped=0.04, as_seen=0.08, drafts=300).is_wrong
-    assert VocabularyScore(as_mapped=0.0, as_seen=0.4, drafts=300).is_wrong
 
 
 def attached(target: Any, **fields: Any) -> Eagle31Drafter:
@@ -211,7 +203,6 @@ def test_a_wrong_configuration_is_named(
 def test_the_right_configuration_is_left_alone(target: Any, many: list[TargetText]) -> None:
     drafter = attached(target)
     assert not any(score.is_better for score in scored(drafter, many))
-    assert not score_vocabulary(drafter, many, [replay(drafter, text, depth=DEPTH) for text in many]).is_wrong
 
 
 def test_each_token_counts_alike_and_the_error_is_that_of_texts() -> None:
@@ -234,11 +225,9 @@ def test_a_wrong_draft_vocabulary_is_named(
     else:  # ids that were taken for offsets, as far as they stay inside the vocabulary
         drafter.d2t.copy_((drafter.draft_ids + drafter.d2t).clamp(max=8191) - torch.arange(len(drafter.d2t)))
     drafter._draft_ids = None
-    texts = texts_for(drafter, written, prompts)
-    scores, (vocabulary, layers) = reading_findings(drafter, texts)
+    scores, (vocabulary,) = reading_findings(drafter, texts_for(drafter, written, prompts))
     assert (vocabulary.check, vocabulary.level) == ("draft vocabulary", "problem")
-    assert not scores
-    assert layers.level == "note", "nothing else is blamed for it"
+    assert not scores, "nothing else is blamed for it"
 
 
 @pytest.mark.thorough
@@ -256,7 +245,7 @@ def test_a_fine_tuned_target_is_named(
         subject = Subject(attached(model), tokenizer, CONVERSATIONS[:3], tmp_path)
         seen = examine(subject, new_tokens=24)
         assert {finding.check: finding.level for finding in seen.findings}["acceptance"] == level
-        assert seen.greedy.is_exact
+        assert not seen.greedy.result.refusal
 
 
 def test_one_text_is_no_verdict(target: Any, tokenizer: Any) -> None:
@@ -298,28 +287,15 @@ def test_a_text_that_is_not_the_targets_is_a_problem(
     assert json.loads(json.dumps(seen.to_dict()))["greedy"]["speedup"] is None
 
 
-def test_doctor_and_benchmark_have_one_rule_for_ties(
-    target: Any, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter = attached(target)
-    parting(monkeypatch, target)
-    for kind, is_exact in ((Kind.TIE, True), (Kind.DIFFERENT, False)):
-        judged = Verdict(kind, position=11, logit_gap=0.2, rounding=0.125)
-        monkeypatch.setattr("eagle31_hf.measure.bench.judge", lambda *_, judged=judged, **__: judged)
-        written = write_both(drafter, prompts[:1], new_tokens=12)
-        assert written.is_exact is is_exact
-        assert written.result.differences == {"0": judged}
-
-
 def test_sampled_texts_are_compared_under_one_seed(
     target: Any, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter, generate = attached(target), target.generate
     before = torch.get_rng_state()
     honest = write_both(drafter, prompts[:3], new_tokens=20, temperature=1.0)
-    assert honest.is_exact
+    assert not honest.result.refusal
     assert honest.result.differences == {}
-    assert honest.tokens_per_pass > 1.3
+    assert honest.result.tokens_per_pass > 1.3
     greedy = write_both(drafter, prompts[:1], new_tokens=20)
     assert not torch.equal(honest.texts[0], greedy.texts[0])
     assert torch.equal(greedy.texts[0][: len(prompts[0])], prompts[0])
@@ -332,7 +308,7 @@ def test_sampled_texts_are_compared_under_one_seed(
 
     monkeypatch.setattr(target, "generate", another_draw)
     wrong = write_both(drafter, prompts[:1], new_tokens=20, temperature=1.0)
-    assert not wrong.is_exact, "of the same distribution, but not the text of that seed"
+    assert wrong.result.refusal, "of the same distribution, but not the text of that seed"
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------

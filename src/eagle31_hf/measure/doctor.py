@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..config import MtpConfig
+from ..config import Eagle31Config, MtpConfig
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, read_text
 from ..errors import count
@@ -29,13 +27,13 @@ from .exactness import TIE_ROUNDINGS, Kind
 from .readings import (
     OnStep,
     ReadingScore,
+    Replay,
     Subject,
     form_of,
     layers_to_keep,
     other_readings,
     replay,
     score_readings,
-    score_vocabulary,
 )
 from .results import PLAIN, BenchSettings, Method, MethodResult, Spread, Task, Writer
 
@@ -44,8 +42,8 @@ SHARE_OF_CARD = 0.8
 """Of the least acceptance length that a training report has for a kind of prompt; kinds differ by twice (SmolLM2: 1.5
 for general questions, 3.0 for sums), so less than any is a sign that the target is another than it was trained for."""
 
-FEWEST_REPLAYED = 4
-"""Texts that every reading of the configuration is tried on, however long it takes."""
+FEWEST_RIGHT = 0.05
+"""Share of first drafts that any drafter gets right that has learned something, and drafts the tokens it means."""
 
 FEWEST_JUDGED = 3
 """Texts from which acceptance is judged: one alone may be of a kind that is hard to foresee."""
@@ -77,15 +75,6 @@ class Written:
     by_drafts: Spread | None
     texts: list[Tensor]  # `(T,)` prompts with what plain `generate` wrote
 
-    @property
-    def is_exact(self) -> bool:
-        return not self.result.refusal
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """0.0 where plain decoding served all of it."""
-        return self.result.tokens_per_pass or 0.0
-
 
 @dataclass
 class Examination:
@@ -104,13 +93,14 @@ class Examination:
     @property
     def verdict(self) -> str:
         """Use it, train one, or do without; a head inside a target is not trained here."""
-        length, speedup, by_drafts = self.greedy.tokens_per_pass, self.greedy.result.speedup, self.greedy.by_drafts
-        if not (self.greedy.is_exact and self.sampled.is_exact) or speedup is None:
+        result, by_drafts = self.greedy.result, self.greedy.by_drafts
+        length, speedup = result.tokens_per_pass or 0.0, result.speedup
+        if speedup is None or self.sampled.result.refusal:
             return f"do without until this is understood: the text is not the target's own ({length:.2f} tokens a pass)"
         figures = f"{length:.2f} tokens a pass, {speedup.median:.2f} times plain generate on this machine"
         if by_drafts is not None:
             figures += f", {by_drafts.median:.2f} times our loop without drafts"
-        if any(finding.check in ("layers and norms", "draft vocabulary") for finding in self.problems):
+        if any(finding.check == "layers and norms" for finding in self.problems):
             return f"mend its configuration first, see above ({figures})"
         if (texts := len(self.greedy.texts)) < FEWEST_JUDGED:
             lacks_time = any(finding.check == "time" for finding in self.findings)
@@ -151,7 +141,6 @@ def examine(
         minutes: about how long it may take; at least one text is written each way. `None`: all are written.
         on_step: shows what is done.
     """
-    begun = time.monotonic()
     findings = preflight(subject)
     prompts = list(map(subject.encode, subject.conversations))
 
@@ -174,11 +163,8 @@ def examine(
         written = f"{len(greedy.texts)} greedy and {len(sampled.texts)} sampled texts of {len(prompts)} each"
         findings.append(Finding("time", "note", f"{written} in {minutes:g} minutes", "--thorough writes all"))
     seen = Examination(greedy, sampled, findings)
-    # Greedy ones alone tell small differences too late.
-    pairs = (list(zip(written.texts, prompts, strict=False)) for written in (greedy, sampled))
-    both = [pair for neighbours in zip_longest(*pairs) for pair in neighbours if pair is not None]
-    seconds = None if minutes is None else begun + 60 * minutes - time.monotonic()
-    if texts := _read_texts(subject.drafter, both, seconds):
+    both = [pair for each in (greedy, sampled) for pair in zip(each.texts, prompts, strict=False)]
+    if texts := _read_texts(subject.drafter, both):
         seen.readings, found = reading_findings(subject.drafter, texts, on_step)
         findings += found
     if drift:
@@ -199,18 +185,12 @@ def write_both(
     """Answer prompts `(T,)` with and without the drafter, by one seed where it is sampled.
 
     Args:
-        temperature: 0 is greedy; else tokens are drawn from the whole vocabulary.
+        temperature: 0 is greedy.
         minutes: no further prompt is begun after so long.
         on_turn: called with how many prompts are answered, and of how many.
     """
     tasks = [Task(Prompt(f"{number}", "doctor", "doctor", ()), ids) for number, ids in enumerate(prompts)]
-    settings = BenchSettings(
-        new_tokens=new_tokens,
-        temperature=temperature,
-        repeats=1,
-        minutes=minutes,
-        sampling={"num_beams": 1} | ({"top_k": 0, "top_p": 1.0} if temperature else {}),
-    )
+    settings = BenchSettings(new_tokens=new_tokens, temperature=temperature, repeats=1, minutes=minutes)
     # Graphs of the loop without drafts may be kept where the drafter has none: that would compare graphs, not drafts.
     by_graphs = None if has_graphs(drafter, settings) else False
     drafting = Method(Writer.DRAFTER, by_graphs=None)
@@ -223,30 +203,12 @@ def write_both(
     )
 
 
-def _read_texts(
-    drafter: Eagle31Drafter, texts: Sequence[tuple[Tensor, Tensor]], seconds: float | None
-) -> list[TargetText]:
-    """Those that are long enough, with the hidden states that any reading wants: as many as can be replayed by every
-    reading in so many seconds. Each comes with its prompt."""
-    binding = drafter.binding
-    config, depth = drafter.config, len(binding.layers)
-    readings = other_readings(config, depth)
-    keep = sorted(layers_to_keep(config, readings, depth))
-    read: list[TargetText] = []
-    begun, each = time.monotonic(), 0.0
-    for ids, prompt in texts:
-        spent = time.monotonic() - begun
-        if seconds is not None and len(read) >= FEWEST_REPLAYED and spent + (len(read) + 1) * each > seconds:
-            break
-        text = read_text(binding, ids, len(prompt), keep)
-        if not len(text.starts(DEPTH)):
-            continue
-        read.append(text)
-        if not each:  # for the draft vocabulary, as it is, and by each reading
-            started = time.monotonic()
-            replay(drafter, text, depth=DEPTH)
-            each = (2 + len(readings)) * (time.monotonic() - started)
-    return read
+def _read_texts(drafter: Eagle31Drafter, texts: Sequence[tuple[Tensor, Tensor]]) -> list[TargetText]:
+    """Those that are long enough, with the hidden states that any reading wants. Each comes with its prompt."""
+    config, depth = drafter.config, len(drafter.binding.layers)
+    keep = sorted(layers_to_keep(config, other_readings(config, depth), depth))
+    read = [read_text(drafter.binding, ids, len(prompt), keep) for ids, prompt in texts]
+    return [text for text in read if len(text.starts(DEPTH))]
 
 
 # --- before anything runs ---------------------------------------------------------------------------------------------
@@ -320,7 +282,7 @@ def _text_finding(check: str, written: Written) -> Finding:
     if not wrong:
         if not differences:
             return Finding(check, "ok", f"{texts} of {texts} texts")
-        ties = f"up to {count(len(differences), 'tie')} between tokens that are as likely within rounding"
+        ties = f"{len(differences)} of them up to a tie: two tokens equally likely within rounding"
         return Finding(check, "ok", f"{texts} of {texts} texts, {ties}")
     where = "; ".join(
         f"prompt {prompt} after {verdict.position} tokens, logits {verdict.logit_gap:.3g} apart where a tie is "
@@ -344,11 +306,12 @@ def promised_acceptance(folder: Path | None) -> list[float]:
 
 
 def _acceptance_finding(greedy: Written, promised: Sequence[float]) -> Finding:
-    length = greedy.tokens_per_pass
-    text = f"{length:.2f} tokens a pass over {len(greedy.texts)} prompts"
+    length = greedy.result.tokens_per_pass or 0.0
+    text = f"{length:.2f} tokens a pass over {count(len(greedy.texts), 'prompt')}"
     if not promised:
         return Finding("acceptance", "ok" if length >= USELESS_LENGTH else "note", text)
-    text += f"; by its training report {min(promised):.2f} to {max(promised):.2f}, by kind of prompt"
+    least, most = (f"{each(promised):.2f}" for each in (min, max))
+    text += f"; its training report says {least}" + (f" to {most}, depending on the prompt" if most > least else "")
     if len(greedy.texts) < FEWEST_JUDGED:
         return Finding("acceptance", "note", f"{text}; too few texts to judge by")
     if length >= SHARE_OF_CARD * min(promised):
@@ -362,53 +325,44 @@ def _acceptance_finding(greedy: Written, promised: Sequence[float]) -> Finding:
 def reading_findings(
     drafter: Eagle31Drafter, texts: Sequence[TargetText], on_step: OnStep = lambda what, done, of: None
 ) -> tuple[list[ReadingScore], list[Finding]]:
-    """What other readings of the configuration, and of d2t, say of the same texts; layers only where d2t is right."""
-    if isinstance(drafter.config, MtpConfig):  # it drafts by the target's own rows
-        scores = score_readings(drafter, texts, other_readings(drafter.config, 0), DEPTH, on_step)
-        return scores, [_head_finding(drafter.config, scores)]
-    vocabulary = score_vocabulary(drafter, texts, [replay(drafter, text, depth=DEPTH) for text in texts])
-    text = f"{vocabulary.as_mapped:.0%} of first drafts right by its table (d2t)"
-    if vocabulary.is_wrong:  # every reading is then measured on wrong tokens
-        advice = "d2t maps draft ids to the wrong tokens: offsets and ids may be mixed up, or it is of another drafter"
-        text += f", {vocabulary.as_seen:.0%} by a table counted in these texts"
-        wrong = Finding("draft vocabulary", "problem", text, advice)
-        return [], [wrong, Finding("layers and norms", "note", "not tried while d2t is wrong")]
-    readings = other_readings(drafter.config, len(drafter.binding.layers))
+    """What other readings of the configuration say of the same texts, where the drafter foresees any of them."""
+    config, found = drafter.config, list[Finding]()
+    if not isinstance(config, MtpConfig):  # which drafts by the target's own rows
+        found.append(_vocabulary_finding([replay(drafter, text, depth=1) for text in texts]))
+        if found[0].level == "problem":  # every reading would be measured on wrong tokens
+            return [], found
+    readings = other_readings(config, len(drafter.binding.layers))
     scores = score_readings(drafter, texts, readings, DEPTH, on_step)
-    return scores, [_reading_finding(scores), Finding("draft vocabulary", "ok", text)]
+    return scores, [*found, _reading_finding(config, scores)]
 
 
-def _reading_finding(scores: Sequence[ReadingScore]) -> Finding:
+def _vocabulary_finding(replays: Sequence[Replay]) -> Finding:
+    share = float(torch.cat([one.right for one in replays]).double().mean())
+    text = f"{share:.0%} of the first tokens of drafts are what the target wrote"
+    if share >= FEWEST_RIGHT:
+        return Finding("draft vocabulary", "ok", text)
+    advice = "it has hardly learned, or its table d2t is of another drafter, or mixes up offsets and ids"
+    return Finding("draft vocabulary", "problem", text, advice)
+
+
+def _reading_finding(config: Eagle31Config, scores: Sequence[ReadingScore]) -> Finding:
     best = next((score for score in scores if score.is_better), None)
     if best is None:
-        return Finding("layers and norms", "ok", f"none of {len(scores)} other readings fits the text better")
-    fields = ", ".join(f"{name}={value}" for name, value in best.reading.fields.items())
-    return Finding(
-        "layers and norms",
-        "problem",
-        f"{best.reading.name} fits the same text better: log-probability of a token {best.gain:+.3f} (standard "
-        f"error {best.standard_error:.3f}), acceptance length {best.acceptance_length:.2f} instead of "
-        f"{best.acceptance_before:.2f}",
-        f"its config.json seems wrong: set {fields} and save the drafter again",
+        return Finding("layers and norms", "ok", f"no other way to read config.json fits better, of {len(scores)}")
+    fields = best.reading.fields
+    text = (
+        f"the same texts fit better by {best.reading.name}: log-probability of a token {best.gain:+.3f} (standard "
+        f"error {best.standard_error:.3f}), {best.acceptance_length:.2f} tokens a pass instead of "
+        f"{best.acceptance_before:.2f}"
     )
-
-
-def _head_finding(config: MtpConfig, scores: Sequence[ReadingScore]) -> Finding:
-    """What the state that a head reads and the one it feeds back are worth, normed and raw."""
-    lengths = ", ".join(f"{score.reading.name} {score.acceptance_length:.2f}" for score in scores)
-    kept = f"as it is {scores[0].acceptance_before:.2f} tokens a pass; {lengths}"
-    best = next((score for score in scores if score.is_better), None)
-    if best is None:
-        return Finding("layers and norms", "ok", f"no other state fits the text better: {kept}")
-    flags = " ".join(
-        f"--{option} {'normed' if best.reading.fields[name] else 'raw'}" for option, name in HEAD_OPTIONS.items()
-    )
-    return Finding(
-        "layers and norms",
-        "problem",
-        f"{best.reading.name} fit the same text better: {kept}",
-        f"write a head that does so, which leaves the target as it is: eagle31 mtp TARGET --out HEAD {flags}",
-    )
+    if isinstance(config, MtpConfig):  # inside a target, which stays as it is
+        states = {option: "normed" if fields[name] else "raw" for option, name in HEAD_OPTIONS.items()}
+        options = " ".join(f"--{option} {kind}" for option, kind in states.items())
+        advice = f"write a head that does so: eagle31 mtp TARGET --out HEAD {options}"
+    else:
+        changed = ", ".join(f"{name}={value}" for name, value in fields.items())
+        advice = f"its config.json seems wrong: set {changed} and save the drafter again"
+    return Finding("layers and norms", "problem", text, advice)
 
 
 HEAD_OPTIONS = {"state": "normed_state", "feedback": "norm_output"}

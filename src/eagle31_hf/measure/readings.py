@@ -1,15 +1,14 @@
 """Other ways to read a drafter's configuration, and which of them the target's own text speaks for.
 
 Conventions differ between trainers: hidden states are counted from the embedding or from the first layer's output,
-flags of the norms were renamed, maps of the draft vocabulary hold offsets or ids. A checkpoint with the wrong one loads
-without an error and drafts badly. Each reading is replayed over the same texts, so the comparison is paired.
+flags of the norms were renamed. A checkpoint with the wrong one loads without an error and drafts badly. Each reading
+is replayed over the same texts, so the comparison is paired.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -234,47 +233,5 @@ def read_as(drafter: Eagle31Drafter, fields: Mapping[str, Any]) -> Eagle31Drafte
 def read_config_as(config: Eagle31Config, fields: Mapping[str, Any]) -> Eagle31Config:
     """The configuration with these fields."""
     changed = copy.deepcopy(config)
-    for name, value in fields.items():
-        setattr(changed, name, value)
+    changed.update(dict(fields))
     return changed
-
-
-@dataclass(frozen=True)
-class VocabularyScore:
-    """Share of first drafts that are right as `d2t` maps them, and by the token that followed each draft id most often
-    in the other half of the texts; of so many drafts."""
-
-    as_mapped: float
-    as_seen: float
-    drafts: int
-
-    @property
-    def is_wrong(self) -> bool:
-        """A right map cannot be beaten by so much: what is learned from half the texts is less than what it knows.
-
-        Three standard errors are chance: a drafter that has hardly learned is right about few tokens by any map.
-        """
-        chance = 3.0 * math.sqrt(self.as_seen / max(1, self.drafts))
-        return self.as_seen > 1.5 * self.as_mapped + 0.02 + chance
-
-
-def score_vocabulary(
-    drafter: Eagle31Drafter, texts: Sequence[TargetText], replays: Sequence[Replay]
-) -> VocabularyScore:
-    """Try the draft vocabulary's map (`d2t`) by the tokens that follow each draft id."""
-    depth, ids = replays[0].drafted.shape[1], drafter.draft_ids
-    drafted = torch.cat([one.drafted[:, 0] for one in replays])
-    followed = torch.cat([text.ids.cpu()[text.starts(depth) + 2] for text in texts])
-    mapped = drafted if ids is None else ids.cpu()[drafted]
-    pairs = list(zip(drafted.tolist(), followed.tolist(), strict=True))
-    right = _right_by_majority(pairs[::2], pairs[1::2]) + _right_by_majority(pairs[1::2], pairs[::2])
-    return VocabularyScore(float((mapped == followed).double().mean()), right / max(1, len(drafted)), len(drafted))
-
-
-def _right_by_majority(known: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> int:
-    """Of pairs of draft id and next token, how many are as most of the known ones with that id."""
-    followed: dict[int, Counter[int]] = defaultdict(Counter)
-    for row, token in known:
-        followed[row][token] += 1
-    majority = {row: seen.most_common(1)[0][0] for row, seen in followed.items()}
-    return sum(majority.get(row) == token for row, token in others)

@@ -91,7 +91,6 @@ class BenchSettings:
         repeats: passes over all prompts.
         seed: the first turn's; the others' follow from it.
         minutes: no further turn is begun after so long, compiling and warming up aside; `None`: all are measured.
-        sampling: further keyword arguments of `generate`; what is left out is as the target's generation config says.
     """
 
     methods: tuple[Method, ...] = all_methods(by_graphs=False)
@@ -101,11 +100,10 @@ class BenchSettings:
     repeats: int = 3
     seed: int = 0
     minutes: float | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
 
     def to_generate(self) -> dict[str, Any]:
-        """Keyword arguments of `generate`, its length aside."""
-        return {**sampling_options(self.temperature), **self.sampling}
+        """Keyword arguments of `generate`, its length aside; the rest is as the target's generation config says."""
+        return {**sampling_options(self.temperature), "num_beams": 1}
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -304,6 +302,7 @@ class BenchResult:
 
     Attributes:
         turns, of: how many turns were measured before the time was up, and of how many.
+        interrupted: whether Ctrl-C ended it before.
         left_out: methods that could not run, and why.
         graphs, graphs_s: how many graphs were compiled and kept before anything counted, and the seconds it took.
     """
@@ -312,6 +311,7 @@ class BenchResult:
     calls: list[Call] = field(default_factory=list)
     turns: int = 0
     of: int = 0
+    interrupted: bool = False
     left_out: dict[str, str] = field(default_factory=dict)
     graphs: int = 0
     graphs_s: float = 0.0
@@ -344,6 +344,7 @@ class BenchResult:
         return {
             "settings": {**vars(self.settings), "methods": [method.name for method in self.settings.methods]},
             "prompts": self.num_prompts,
+            "turns": [self.turns, self.of],
             "same_text": self.is_exact,
             "methods": [result.to_dict(price_per_hour) for result in self.methods],
             "left_out": self.left_out,
