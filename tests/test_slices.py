@@ -6,15 +6,9 @@ TESTS = [("a.py::one[llama]", "llama"), ("a.py::one[gemma]", "gemma"), ("a.py::t
 OTHER = [("b.py::one[gemma]", "gemma"), ("b.py::one[llama]", "llama")]
 
 
-def test_every_file_has_a_test_in_the_slice():
+def test_every_file_has_a_test_in_the_slice_and_each_test_one_family():
     assert sliced(TESTS + OTHER, 6) == ["a.py::one[llama]", "b.py::one[gemma]"]
-
-
-def test_every_second_test_of_a_file():
     assert sliced(TESTS, 2) == ["a.py::one[llama]", "a.py::three"]
-
-
-def test_a_slice_of_one_leaves_only_families_out():
     assert sliced(TESTS, 1) == ["a.py::one[llama]", "a.py::two", "a.py::three"]
 
 
@@ -26,11 +20,8 @@ def test_each_case_is_in_one_share_and_a_test_without_cases_in_both():
     assert set(first) & set(second) == {"a.py::two"}
     assert sorted({*first, *second}) == sorted([*CASES, "a.py::two"])
     assert len(first) == len(second) == 5
-
-
-def test_shares_do_not_go_by_the_order_of_parameters():
-    for share in (0, 1):
-        assert {case[-2] for case in shared_out(CASES, share) if "[" in case} == {"1", "3"}
+    for share in (first, second):
+        assert {case[-2] for case in share if "[" in case} == {"1", "3"}, "not by the order of parameters"
 
 
 def test_of_cases_marked_so_one_in_three_is_run_and_unmarked_tests_are_whole():
