@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import reprlib
 
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, shown
 
 AUX_NORMS = ("none", "per_slot", "concatenated")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
@@ -93,13 +92,13 @@ class Eagle31Config(LlamaConfig):
         """Replaces Llama's rule that heads divide `H`: published drafters set `head_dim` freely."""
 
     def _check_fields(self) -> None:
-        self._require(self.aux_norm in AUX_NORMS, f"aux_norm is {self.aux_norm!r}; wanted one of {AUX_NORMS}")
+        self._require(self.aux_norm in AUX_NORMS, f"aux_norm is {shown(self.aux_norm)}; wanted one of {AUX_NORMS}")
         for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
                       "num_key_value_heads", "vocab_size", "draft_vocab_size", "target_hidden_size",
                       "num_aux_hidden_states", "max_position_embeddings"):  # fmt: skip
             value = getattr(self, field)
             is_whole = isinstance(value, int) and not isinstance(value, bool)
-            self._require(is_whole and value >= 1, f"{field} is {value!r}; wanted a whole number, at least 1")
+            self._require(is_whole and value >= 1, f"{field} is {shown(value)}; wanted a whole number, at least 1")
         self._check_bounds()
         self._require(
             self.num_attention_heads % self.num_key_value_heads == 0,
@@ -144,18 +143,18 @@ class Eagle31Config(LlamaConfig):
             self._require(math.isfinite(value) and value >= 0, f"{field} is {value}; wanted a number, not negative")
         self._require(
             self.hidden_act in ACT2FN,
-            f"hidden_act is {reprlib.repr(self.hidden_act)}; wanted one that transformers has: {', '.join(ACT2FN)}",
+            f"hidden_act is {shown(self.hidden_act)}; wanted one that transformers has: {', '.join(ACT2FN)}",
         )
         rope = self.rope_parameters or {}
         weight = rope.get("mscale_all_dim")
         self._require(
             weight is None or (isinstance(weight, int | float) and math.isfinite(weight)),
-            f"mscale_all_dim is {reprlib.repr(weight)}; wanted a number",
+            f"mscale_all_dim is {shown(weight)}; wanted a number",
         )
         rope_type = rope.get("rope_type", "default")
         self._require(
             rope_type in ROPE_TYPES,
-            f"rope_type is {reprlib.repr(rope_type)}; wanted one that transformers has: {', '.join(ROPE_TYPES)}",
+            f"rope_type is {shown(rope_type)}; wanted one that transformers has: {', '.join(ROPE_TYPES)}",
         )
 
     @staticmethod

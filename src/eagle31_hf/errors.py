@@ -19,6 +19,9 @@ Messages say what was got, what was wanted and what to do.
 
 from __future__ import annotations
 
+import json
+import re
+import reprlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -95,14 +98,12 @@ class TrainingError(Eagle31Error, RuntimeError):
 
 _ONE_BENCH = "`eagle31 bench --target TARGET --drafter DRAFTER` measures all methods in turns, as tables and --json"
 _AS_STORED = "weights packed by GPTQ or AWQ are planned by the size of their files: plan the checkpoint that holds them"
+_LAYOUTS = "all layouts are read, plain, mla and speculators are written; leave the option out (plain)"
 REMOVED_IN_0_2 = {
     "quantization gptq-4bit": _AS_STORED,
     "quantization awq-4bit": _AS_STORED,
     "convert --allow-loss": "a layout that cannot express the drafter is refused; write it as plain or speculators",
-    "--format specforge": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
-    "--format torchspec": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
-    "--format modelopt": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
-    "--format nemo": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
+    **{f"--format {name}": _LAYOUTS for name in ("specforge", "torchspec", "modelopt", "nemo")},
     "report": "`eagle31 bench --plot speed.png --json figures.json` draws and writes what it measures",
     "bench run": _ONE_BENCH,
     "bench loop": _ONE_BENCH,
@@ -173,12 +174,47 @@ REMOVED_IN_0_2 = {
 
 def removal(name: str) -> str | None:
     """One line for whoever still asks for something that version 0.2.0 removed; None if `name` is not such a thing."""
-    return f"{name} went in 0.2.0: {REMOVED_IN_0_2[name]}" if name in REMOVED_IN_0_2 else None
+    return f"{name} was removed in 0.2.0: {REMOVED_IN_0_2[name]}" if name in REMOVED_IN_0_2 else None
 
 
 def count(number: int, noun: str) -> str:
     """`"1 token"`, `"1,024 tokens"`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.repr_bool = _SHORT.repr_NoneType = lambda value, _level: json.dumps(value)  # type: ignore[attr-defined]
+
+
+def shown(value: Any) -> str:
+    """A value from a file as an error may quote it: escaped, and short however long it is."""
+    return _SHORT.repr(value)
+
+
+def json_kind(value: Any) -> str:
+    """What a value from a JSON file is, in words."""
+    kinds = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number"}
+    return kinds.get(type(value)) or shown(value)
+
+
+_WRONG_TYPE = re.compile(
+    r"Field '(\S+)' (?:expected (\w+), got \w+ \(value: (.*)\)$|with value (.*?) doesn't match)", re.S
+)
+_WANTED = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "dict": "an object"}
+_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+
+
+def config_problem(error: BaseException) -> str:
+    """What is wrong with a configuration, in one line; of a field's type in JSON's words and not in Python's, which
+    huggingface_hub uses."""
+    found = _WRONG_TYPE.search(str(error))
+    if found is None:
+        return " ".join(str(error).split())
+    name, kind, *values = found.groups()
+    value = next(filter(None, values))
+    wanted = f"; wanted {_WANTED[kind]}" if kind in _WANTED else ""
+    return f"{name} is {_PYTHON_NAMES.get(value, value)}{wanted}"
 
 
 def first_line(error: BaseException) -> str:

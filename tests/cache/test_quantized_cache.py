@@ -73,7 +73,7 @@ def test_a_cache_type_is_kept_with_the_settings(tmp_path: Path) -> None:
         ({"cache_type": "int4"}, "cache_type is 'int4'"),
         ({"cache_type": None}, "cache_type is None"),
         ({"cache_type": "int8", "speculation_loop": "plain"}, "only our own loop"),
-        ({"cache_type": "fp8"}, "went in 0.2.0: int8"),
+        ({"cache_type": "fp8"}, "was removed in 0.2.0: int8"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(fields: dict, message: str) -> None:

@@ -62,7 +62,9 @@ def test_refused_variants_are_the_listed_ones_and_the_message_names_a_way_out():
     with pytest.raises(ConfigurationError, match="wanted one of mla, plain, speculators"):
         write_checkpoint(make(), "never-made", format="gguf")
     for format in set(FORMATS) - set(WRITTEN_FORMATS):
-        with pytest.raises(ConfigurationError, match=f"--format {format} went in 0.2.0: .*plain, mla and speculators"):
+        with pytest.raises(
+            ConfigurationError, match=f"--format {format} was removed in 0.2.0: .*plain, mla and speculators"
+        ):
             write_checkpoint(make(), "never-made", format=format)
     assert not Path("never-made").exists()
 

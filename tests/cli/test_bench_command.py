@@ -54,6 +54,6 @@ def test_a_wrong_text_leaves_with_1_and_no_speedup(tmp_path):
     with mock.patch("eagle31_hf.measure.bench.Bench._judge", judge):
         out = run("bench", *SHORT, "--json", path, code=1).stdout
     assert "refused" in out
-    assert "from token 4 on, not a tie" in " ".join(out.split())
+    assert "not by a tie, in embedded/1 from token 4 on" in " ".join(out.split())
     record = json.loads(path.read_text())
     assert (record["same_text"], record["methods"][-1]["speedup"]) == (False, None)

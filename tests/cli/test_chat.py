@@ -32,7 +32,7 @@ def test_a_conversation_with_commands():
     assert f"you › {QUESTION}\n  ‹ " in out, "a file's questions stand beside the answers"
     for told in ("read 17 of 17", "acceptance length", "taken back: What is", "nothing has been said yet",
                  "got /wrong", "got temperature 'warm'", "temperature 0.7", "Be brief.",
-                 "chat /save went in 0.2.0", "chat /plan went in 0.2.0", "/temperature"):  # fmt: skip
+                 "chat /save was removed in 0.2.0", "chat /plan was removed in 0.2.0", "/temperature"):  # fmt: skip
         assert told in " ".join(out.split()), told
     mistake = out.partition("got /wrong")[2].partition("got temperature")[0]
     assert {"/stats,", "/temperature,", "/quit"} <= set(mistake.split()), "a command's name is not torn at the edge"

@@ -39,6 +39,9 @@ def top(tmp_path_factory) -> Path:
         (top / name).mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(f"{TARGET}/{name}", top / "no-tokenizer")
+    written = (top / "unweighted" / "config.json").read_text()
+    (top / "wrong").mkdir()
+    (top / "wrong" / "config.json").write_text(written.replace('"hidden_size": 4096', '"hidden_size": true'))
     (top / "broken.jinja").write_text("{% if messages %}Hello")
     for number in range(12):
         shutil.copytree(DRAFTER, top / "many" / f"drafter-{number:02}", symlinks=True)
@@ -52,7 +55,6 @@ NO_TOKENIZER = "the folder '.*' holds no tokenizer; copy tokenizer.json"
 ONE_CARD = r"got 2 cards \(.*a plan is for one.*--device-map auto"
 MEANT = r"did you mean .*/small-pair-drafter\?$"
 CHAINS = "serve cannot do {}: "
-LOOKED_UP = "{}.*chains are looked up in the text"
 
 REFUSED = {
     # --- targets and drafters
@@ -64,6 +66,8 @@ REFUSED = {
     "plan {top}/small-pair-drafer": MEANT,
     "generate --target {top}/empty --drafter {drafter} --prompt x": "config.json",
     "generate --target {top}/unweighted --drafter {drafter} --prompt x": "holds no complete target",
+    "generate --target {top}/wrong --drafter {drafter} --prompt x": "is wrong: hidden_size is true; wanted",
+    "plan {top}/wrong --card 'RTX 4090'": r"cannot be read \(hidden_size is true; wanted a whole number\)",
     "generate --target {top}/other --drafter {drafter} --prompt x": "8192.*99",
     "generate --target {top}/t5 --drafter {drafter} --prompt x": "decoder-only",
     "generate --target {target} --prompt x": "no drafter given",
@@ -91,9 +95,7 @@ REFUSED = {
     # --- without a drafter, or with the head inside a target
     "doctor --target {target} --drafter none": "this command is about a drafter",
     "train {target} --prompts self --out {top}/out --drafter none": "leave drafter out",
-    "chat --target {target} --drafter none --tree-width 4": LOOKED_UP.format("--tree-width 4"),
-    "chat --target {target} --drafter none --schedule pid": LOOKED_UP.format("--schedule pid"),
-    "chat --target {target} --drafter none --tree-size 8": LOOKED_UP.format("--tree-size 8"),
+    "chat --target {target} --drafter none --tree-width 4": "got draft_top_k=4, but there is no drafter.*as chains",
     "plan {target} --drafter none --draft-tokens 4": "a plan without a drafter",
     "generate --target {target} --drafter mtp --prompt x": "holds no MTP head that can be read.*qwen3_5",
     "generate --drafter mtp --prompt x": "holds no MTP head",
@@ -120,7 +122,7 @@ REFUSED = {
     "generate --prompt x --context 512": "got --context without a plan.*--memory auto, or leave it out",
     "chat --context 512 --card 'RTX 4090'": "got --card and --context",
     "serve --port 0 --card 'RTX 4090' --context 512": "got --card without a plan",
-    "generate --prompt x --memory plan.json": "went in 0.2.0: pass --memory auto, and the options",
+    "generate --prompt x --memory plan.json": "was removed in 0.2.0: pass --memory auto, and the options",
     # --- one command each
     "serve --port 0 --context 4000": "was made for texts of 2048 tokens",
     "serve --target nowhere --tree-width 2": CHAINS.format("--tree-width 2"),
@@ -137,7 +139,7 @@ REFUSED = {
         for more in ("more", "--drafter x")
     },
     **{f"bench {name}": re.escape(str(removal(f"bench {name}"))) for name in ("run", "loop", "acceptance")},
-    "convert {drafter} {top}/out --format nemo": "went in 0.2.0: all layouts are read",
+    "convert {drafter} {top}/out --format nemo": "was removed in 0.2.0: all layouts are read",
     "convert nobody/nothing {top}/out --format gguf": "gguf.*speculators",
     "convert {drafter} {top}/out --target nobody/nothing": "no target at",
 }
@@ -149,14 +151,14 @@ USAGE_ERRORS = {
     "chat --chat-template {top}/no.jinja": "got --chat-template .*/no.jinja: .* does not exist",
     "generate --temperature hot": "got --temperature hot: wanted a valid number; see eagle31 generate --help$",
     **{
-        f"{name} --temperature inf": "got --temperature inf: wanted a finite number"
+        f"{name} --temperature inf": "got --temperature inf: wanted a number less than or equal to 5"
         for name in ("bench", "generate", "warmup")
     },
     "demo --json {top}/no/demo.json": "there is no folder",
     "bench --plot {top}/no/speed.png": "there is no folder",
     "doctor --plot {top}/drift.gif": "wanted a name that ends in .png, .svg",
     "demo --svg {top}/no/demo.svg": "there is no folder",
-    "convert {drafter} {top}/out --allow-loss": "convert --allow-loss went in 0.2.0",
+    "convert {drafter} {top}/out --allow-loss": "convert --allow-loss was removed in 0.2.0",
     "bench --batch 1,x": "got --batch 1,x: wanted whole numbers",
     "bench --batch 0": "got --batch 0: wanted whole numbers",
     "bench --dtype int8": "got --dtype int8: 'int8' is not one of",

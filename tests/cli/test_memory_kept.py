@@ -73,7 +73,7 @@ def test_a_plan_knows_the_tree_that_is_asked_for(asked):
         settings = Eagle31GenerationConfig()
         if planned is not None:
             apply_plan(planned, settings)
-        drafting.apply_to(SimpleNamespace(generation_config=settings))
+        drafting.apply_to(SimpleNamespace(generation_config=settings, check_settings=settings.check))
         shapes.append(settings.draft_shape(device_type="cuda", rows=1, by_graphs=USUAL_TREE))
     alone, drafted = shapes
     assert drafted == alone

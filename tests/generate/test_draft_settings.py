@@ -98,7 +98,7 @@ def test_fields_that_nothing_would_read_are_refused_by_name() -> None:
     assert not hasattr(config, "draft_topk")
     for made in (lambda: Eagle31GenerationConfig(draft_length_bounds=(1, 8)),
                  lambda: setattr(config, "draft_length_bounds", (1, 8))):  # fmt: skip
-        with pytest.raises(ConfigurationError, match=r"draft_length_bounds went in 0\.2\.0: "):
+        with pytest.raises(ConfigurationError, match=r"draft_length_bounds was removed in 0\.2\.0: "):
             made()
     twin = copy.deepcopy(config)
     twin.temperature = 0.5

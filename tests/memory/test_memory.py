@@ -195,7 +195,7 @@ def test_weights_packed_by_others_are_planned_as_the_hub_stores_them(monkeypatch
     monkeypatch.setattr(target_facts.HfApi, "model_info", lambda *_args, **_kwargs: SimpleNamespace(siblings=files))
     facts = read_target("somebody/a-model-GPTQ")
     assert (facts.quantization.name, facts.weights.total) == ("as stored", 5000)
-    with pytest.raises(MemoryPlanError, match=r"gptq-4bit went in 0\.2\.0: .*size of their files"):
+    with pytest.raises(MemoryPlanError, match=r"gptq-4bit was removed in 0\.2\.0: .*size of their files"):
         plan_memory(TINY, quantization="gptq-4bit", card="RTX 3060")
 
 
@@ -292,7 +292,7 @@ def test_a_plan_is_kept_to_its_card() -> None:
         ({"tree_width": 1, "tree_size": 4}, "tree_width=1, which is a chain"),
         ({"prefill_chunk": 0}, "prefill_chunk=0"),
         ({"cache_type": "int2"}, "full, int8"),
-        ({"cache_type": "fp8"}, "went in 0.2.0: int8"),
+        ({"cache_type": "fp8"}, "was removed in 0.2.0: int8"),
         ({"drafter_precision": "int3"}, "full, int8, nf4"),
         ({"margin": -1}, "margin=-1"),
         ({"margin": 10**15}, "below the card"),

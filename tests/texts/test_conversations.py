@@ -47,12 +47,12 @@ def test_lines_have_ids_and_categories(tmp_path: Path) -> None:
     [
         ('{"id": ', r"bad\.jsonl, line 2: not JSON \(Expecting value at character 7\);"),
         ("[" * 100_000, r"bad\.jsonl, line 2: not usable JSON"),
-        ("9" * 5000, "line 2: (not usable JSON|a row is int)"),
-        ("[1, 2]", r"bad\.jsonl, line 2: a row is list"),
+        ("9" * 5000, "line 2: (not usable JSON|a row is a number)"),
+        ("[1, 2]", r"bad\.jsonl, line 2: a row is a list"),
         ('{"answer": "x"}', r"line 2: no messages \(keys: answer\)"),
-        ('{"messages": ["x"]}', r"line 2, messages\[0\] is str"),
+        ('{"messages": ["x"]}', r"line 2, messages\[0\] is text"),
         ('{"messages": [{"content": "x"}]}', r"line 2, messages\[0\] has no role"),
-        ('{"messages": [{"role": "user", "content": 3}]}', r"line 2, messages\[0\]: content is int"),
+        ('{"messages": [{"role": "user", "content": 3}]}', r"line 2, messages\[0\]: content is a number"),
         ('{"messages": [{"from": "robot", "value": "x"}]}', r"line 2, messages\[0\] is from 'robot', a speaker nobody"),
         ('{"prompt": "x", "answer_ids": ["y"]}', r"line 2: answer_ids holds something else"),
         ('{"prompt": "x", "answer_temperature": "warm"}', r"line 2: answer_temperature is 'warm'"),
@@ -75,7 +75,7 @@ def test_one_list_of_rows_is_read_as_lines_are(tmp_path: Path, indent: int | Non
 def test_a_bad_list_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"chats\.json, read as one list of rows: not JSON \(.* at line 5, column"):
         read_files(tmp_path, chats__json='\n\n[\n{"prompt": "x"},\n{"prompt" "y"}]')
-    with pytest.raises(TrainingError, match=r"chats\.json, row 2: a row is str"):
+    with pytest.raises(TrainingError, match=r"chats\.json, row 2: a row is text"):
         read_files(tmp_path, chats__json='[{"prompt": "x"}, "y"]')
 
 

@@ -104,7 +104,7 @@ def test_a_hub_data_set_is_read_by_its_test_split(monkeypatch):
         ({"question_id": 1}, "line 1: no messages"),
         ({"messages": [{"role": "assistant", "content": "A"}]}, "line 1: no prompt"),
         ({"text": "not asked"}, "line 1: no prompt"),
-        ("a string", "line 1: a row is str"),
+        ("a string", "line 1: a row is text"),
         ({"turns": [f"{PLACEHOLDER}: x"], "category": "rag"}, "placeholders: .*prepare.py"),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_run_has_as_many_steps_as_its_minutes_hold(tmp_path: Path, monkeypatch
         ({"resume": True}, "nothing to resume"),
         ({"resume": True, "fresh": True}, "--resume and --fresh exclude each other"),
         ({"stage": "3"}, "--stage is '3'; wanted one of 1, 2"),
-        ({"stage": "both"}, r"--stage both went in 0\.2\.0: train stage 1, then"),
+        ({"stage": "both"}, r"--stage both was removed in 0\.2\.0: train stage 1, then"),
         ({"stage": "2"}, "stage 2 improves a trained drafter"),
         ({"prompts": ()}, "no --prompts given"),
         ({"ttt_steps": 0}, "--ttt-steps is 0; wanted more than 0"),

@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from ..config import Eagle31Config, MtpConfig
-from ..errors import CheckpointFormatError, ConfigurationError
+from ..errors import CheckpointFormatError, ConfigurationError, config_problem
 from .checks import (
     check_rope,
     check_tensors,
@@ -360,7 +360,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], config: Eagle31Config) -> None:
 
 
 def _impossible(error: Exception) -> CheckpointFormatError:
-    reason = textwrap.shorten(str(error), 400, placeholder=" …")
+    reason = textwrap.shorten(config_problem(error), 400, placeholder=" …")
     return CheckpointFormatError(f"config.json describes no possible drafter: {reason}")
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..config import Eagle31Config
-from ..errors import CheckpointFormatError
-from .files import FLOATS, dtype_name, get_path, shown
+from ..errors import CheckpointFormatError, shown
+from .files import FLOATS, dtype_name, get_path
 
 Tensors = Mapping[str, Tensor]
 """By name; without content, as far as headers show it, or as they were loaded."""

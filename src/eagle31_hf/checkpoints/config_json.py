@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import Eagle31Config
-from ..errors import CheckpointFormatError
-from .files import get_path, set_path, shown
+from ..errors import CheckpointFormatError, shown
+from .files import get_path, set_path
 from .layouts import (
     LATENT_SIZES,
     LAYER_ID_PLACES,

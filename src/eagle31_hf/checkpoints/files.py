@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import re
-import reprlib
 import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,7 +21,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, CheckpointFormatError, IncompatibleTargetError, UnsafeCheckpointError, removal
+from ..errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    IncompatibleTargetError,
+    UnsafeCheckpointError,
+    json_kind,
+    removal,
+    shown,
+)
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -35,8 +42,6 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
            "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "I64": torch.int64,
            "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}  # fmt: skip
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
 
 
 # ---------------------------------------------------------------- JSON
@@ -66,13 +71,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except (RecursionError, ValueError) as error:
         raise CheckpointFormatError(f"{path} is not valid JSON ({error}); fetch or write it again") from error
     if not isinstance(content, dict):
-        raise CheckpointFormatError(f"{path} holds a {type(content).__name__}; wanted a JSON object")
+        raise CheckpointFormatError(f"{path} holds {json_kind(content)}; wanted a JSON object")
     return content
-
-
-def shown(value: Any) -> str:
-    """A value from a file as an error may quote it: escaped, and short however long it is."""
-    return _SHORT.repr(value)
 
 
 def get_path(config: Mapping[str, Any], path: str) -> Any:

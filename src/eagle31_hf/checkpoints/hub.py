@@ -10,8 +10,8 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import errors as hub
 
-from ..errors import CheckpointFormatError, CheckpointNotFoundError
-from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, holds_fusion, read_json, shown
+from ..errors import CheckpointFormatError, CheckpointNotFoundError, shown
+from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, holds_fusion, read_json
 from .mtp import FAMILIES, UNREADABLE, StoredHead, find_head, head_files, refuse_lost_head, text_fields
 
 GGUF_SUFFIX = ".gguf"

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from ..config import MtpConfig
-from ..errors import CheckpointFormatError
+from ..errors import CheckpointFormatError, config_problem, shown
 from .files import (
     CONFIG_FILE,
     FLOATS,
@@ -36,7 +36,6 @@ from .files import (
     read_json,
     renamed,
     shard_paths,
-    shown,
 )
 
 HEAD_FILE = "mtp.safetensors"
@@ -335,7 +334,9 @@ def _saved_config(folder: Path, raw_config: Mapping[str, Any]) -> MtpConfig:
         config = MtpConfig(**{name: value for name, value in raw_config.items() if name not in _OF_FILES})
         kind = (config.block or {}).get("model_type")
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointFormatError(f"{folder / CONFIG_FILE} describes no possible MTP head: {error}") from error
+        raise CheckpointFormatError(
+            f"{folder / CONFIG_FILE} describes no possible MTP head: {config_problem(error)}"
+        ) from error
     if kind not in FAMILIES:
         raise CheckpointFormatError(
             f"{folder / CONFIG_FILE}: block, the text configuration of the head's layers, is of model_type "

@@ -15,7 +15,7 @@ from ..measure.results import BenchSettings, Task, all_methods
 from ..measure.tables import bench_parts
 from ..texts.prompts import embedded_prompts, read_prompts
 from .generate import measure_in_turns
-from .options import MORE, NEW_TOKENS, JsonOption, command, finite, make_console, option, writable_plot, write_json
+from .options import MORE, NEW_TOKENS, JsonOption, command, make_console, option, writable_plot, write_json
 from .pairs import DraftOptions, PairSource, encode, load_pair
 from .terminal import conditions_line
 
@@ -36,7 +36,7 @@ class BenchOptions:
     )
     limit: int | None = option(None, "Most prompts of each, spread over its rows.", min=1)
     new_tokens: int = option(128, "Longest answer.", *NEW_TOKENS, min=3, panel=MORE)
-    temperature: float = option(0.0, "0 is greedy.", min=0.0, callback=finite, panel=MORE)
+    temperature: float = option(0.0, "0 is greedy.", min=0.0, max=5.0, panel=MORE)
     batch: str = option("1", "Rows written together, one or several numbers.", callback=_numbers, panel=MORE)
     repeats: int = option(3, "Passes over the prompts.", min=1, panel=MORE)
     minutes: float = option(3.0, "Most minutes, compiling and warming up aside; 0: until all is measured.", min=0.0)
@@ -87,5 +87,5 @@ def bench(
         target, by = (Path(name).name for name in names.values())  # of a folder or a Hub id
         plot_bench(result, plot, title=f"{target}, drafts by {by}", footer=where)
         console.print(f"plot: {plot}")
-    if not result.is_exact:
-        raise typer.Exit(1)
+    if not result.is_exact or result.interrupted:
+        raise typer.Exit(130 if result.is_exact else 1)

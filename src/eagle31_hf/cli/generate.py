@@ -23,7 +23,7 @@ from ..sampling.logits_processing import sampling_options
 from ..texts.decoder import IncrementalDecoder, RoundStreamer
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
-from .options import MORE, JsonOption, command, finite, make_console, option, writable_json, write_json, write_svg
+from .options import MORE, JsonOption, command, make_console, option, writable_json, write_json, write_svg
 from .pairs import DraftOptions, LoadedPair, PairSource, encode, load_pair
 from .progress import progress_bar
 
@@ -63,7 +63,7 @@ def generate(
     ),
     system: str | None = option(None, "System prompt.", panel=MORE),
     max_new_tokens: int = option(128, "Longest answer.", min=1),
-    temperature: float = option(0.0, "0 is greedy.", min=0.0, callback=finite),
+    temperature: float = option(0.0, "0 is greedy.", min=0.0, max=5.0),
     seed: int | None = option(
         None, "Of the random numbers; the same seed writes the same text, in half precision up to rounding.", panel=MORE
     ),
@@ -135,7 +135,7 @@ def _show(pair: LoadedPair, shown: Shown, json_path: Path | None) -> None:
     if shown.compare:
         record |= _measure(console, pair, tasks, shown)
     else:
-        console.print(terminal.stats_line(pair.drafter.stats))
+        console.print(str(pair.drafter.stats), style="dim", markup=False)
     write_json(json_path, record)
 
 
@@ -163,13 +163,19 @@ def _stream(console: Console, pair: LoadedPair, task: Task, shown: Shown) -> lis
 
 
 def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], settings: BenchSettings) -> BenchResult:
-    """All calls of the settings; the console is told what takes its time."""
+    """All calls of the settings, or those up to Ctrl-C; the console is told what takes its time."""
     if any(method.by_graphs for method in settings.methods):
         console.print("Compiling what no earlier run has left: minutes the first time, nothing the second.")
     minutes = settings.minutes
     measuring = f"measuring for at most {minutes:g} minute{'' if minutes == 1 else 's'}" if minutes else "measuring"
     with progress_bar(console) as advance:
-        return Bench(pair.drafter, tasks, settings, on_turn=partial(advance, measuring)).run()
+        bench = Bench(pair.drafter, tasks, settings, on_turn=partial(advance, measuring))
+        try:
+            return bench.run()
+        except KeyboardInterrupt:
+            if not bench.result.turns:
+                raise
+            return replace(bench.result, interrupted=True)
 
 
 def _measure(console: Console, pair: LoadedPair, tasks: Sequence[Task], shown: Shown) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import functools
 import inspect
 import io
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
@@ -54,7 +53,9 @@ def writable_plot(path: Path | None) -> Path | None:
     if path is not None and path.suffix.lower() not in PICTURES:
         raise typer.BadParameter(f"wanted a name that ends in {', '.join(PICTURES)}")
     if path is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("plots need matplotlib: pip install matplotlib")
+        raise typer.BadParameter(
+            "plots need matplotlib: pip install matplotlib, or this package with its extra 'bench'"
+        )
     return writable_json(path)
 
 
@@ -71,13 +72,6 @@ JsonOption = Annotated[
 TracebackOption = Annotated[
     bool, typer.Option("--traceback", help="Show the whole traceback of an error.", rich_help_panel=MORE)
 ]
-
-
-def finite(number: float) -> float:
-    """The number, if there is a larger one."""
-    if math.isinf(number):
-        raise typer.BadParameter("wanted a finite number")
-    return number
 
 
 def token_count(text: str) -> int:

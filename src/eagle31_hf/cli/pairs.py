@@ -153,7 +153,7 @@ class DraftOptions:
         for name, value in asked.items():
             if value is not None:
                 setattr(drafter.generation_config, name, value)
-        drafter.generation_config.check()
+        drafter.check_settings()
 
     @property
     def for_trees(self) -> list[str]:
@@ -186,8 +186,11 @@ def load_pair(
         raise ConfigurationError(
             f"no drafter given for {source.target!r}; name one trained for it with --drafter{without}"
         )
-    if not source.has_drafter:
-        _check_without_drafter(drafting, needs_drafter=needs_drafter)
+    if needs_drafter and not source.has_drafter:
+        raise ConfigurationError(
+            "got --drafter none, but this command is about a drafter; name one, or use generate, chat, serve or "
+            "warmup, which do without one"
+        )
     placed = _placement(source)
     plan = make_plan(source, drafting, batch=batch)
     if plan is not None:
@@ -252,19 +255,6 @@ def _load_assistant(source: PairSource, target: PreTrainedModel, plan: MemoryPla
         alone.generation_config.prefill_chunk_size = plan.settings.prefill_chunk
         alone.generation_config.cache_type = plan.settings.cache_type
     return alone
-
-
-def _check_without_drafter(drafting: DraftOptions, *, needs_drafter: bool) -> None:
-    if needs_drafter:
-        raise ConfigurationError(
-            "got --drafter none, but this command is about a drafter; name one, or use generate, chat, serve or "
-            "warmup, which do without one"
-        )
-    if refused := drafting.for_trees + ["--schedule pid"] * (drafting.schedule == "pid"):
-        raise ConfigurationError(
-            f"got {', '.join(refused)} with --drafter none: without a drafter chains are looked up in the text, of up "
-            "to --draft-tokens; leave it out"
-        )
 
 
 def make_plan(source: PairSource, drafting: DraftOptions, *, batch: int) -> MemoryPlan | None:

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from ..errors import count
 from ..measure.results import BenchResult
-from ..stats import SpeculationStats
 
 ACCEPTED_STYLE = "green"
 
@@ -54,19 +53,10 @@ def conditions_line(result: BenchResult, origin: dict[str, Any]) -> Text:
     temperature = result.settings.temperature
     sampling = f"temperature {temperature:g}" if temperature else "greedy"
     repeats = len({call.turn.repeat for call in result.calls})  # fewer than planned where time ran out
+    written = "one repeat" if repeats == 1 else f"medians and spreads of {repeats} repeats"
     device = count(origin["threads"], "CPU thread") if origin["device"] == "cpu" else origin["device"]
     return Text(
         f"{count(result.num_prompts, 'prompt')}, up to {result.settings.new_tokens} tokens each, {sampling}, {device} "
-        f"({origin['processor']}), {origin['dtype']}; medians and spreads of {count(repeats, 'repeat')}",
-        style="dim",
-    )
-
-
-def stats_line(stats: SpeculationStats) -> Text:
-    """Acceptance of one text in a line."""
-    positions = " ".join(f"{value:.2f}" for value in stats.cumulative_acceptance)
-    return Text(
-        f"{count(stats.new_tokens, 'token')}, {stats.by_passes} of them in {stats.rounds} passes, "
-        f"acceptance length {stats.acceptance_length:.2f}, accepted by position [{positions}]",
+        f"({origin['processor']}), {origin['dtype']}; {written}",
         style="dim",
     )

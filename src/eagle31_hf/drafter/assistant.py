@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import NotAttachedError
+from ..errors import ConfigurationError, NotAttachedError
 from ..memory import MemoryPlan
 from ..settings import Eagle31GenerationConfig
 from ..stats import LastStats, SpeculationStats
@@ -65,6 +65,10 @@ class Assistant(nn.Module):
     def attach(self, target: PreTrainedModel) -> Assistant:
         """Bind to `target`. Returns `self`."""
         raise NotImplementedError
+
+    def check_settings(self) -> None:
+        """Raise a `ConfigurationError` naming settings that contradict each other, or that nothing would follow."""
+        self.generation_config.check()
 
     def detach(self) -> None:
         """Let go of the target: hooks removed, nothing shared any more."""
@@ -153,6 +157,21 @@ class NoDrafter(Assistant):
         """
         self._hold(TargetBinding(target, None))
         return self
+
+    def check_settings(self) -> None:
+        """Settings of a network that is not there are not silently left out."""
+        super().check_settings()
+        settings = self.generation_config
+        given = {name: getattr(settings, name) for name in ("draft_tree_size", "draft_min_confidence", "draft_window")}
+        given["draft_top_k"] = settings.draft_top_k if (settings.draft_top_k or 1) > 1 else None
+        if settings.num_assistant_tokens_schedule == "pid":
+            given["num_assistant_tokens_schedule"] = settings.num_assistant_tokens_schedule
+        asked = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        if asked:
+            raise ConfigurationError(
+                f"got {', '.join(asked)}, but there is no drafter: what the text repeats is drafted as chains, of up "
+                "to num_assistant_tokens; leave it out, or attach a drafter"
+            )
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -7,11 +7,12 @@ import re
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.hub import folder_meant, missing_folder, target_class
-from ..errors import CheckpointNotFoundError, IncompatibleTargetError, first_line
+from ..errors import CheckpointNotFoundError, IncompatibleTargetError, config_problem, first_line
 from ..targets.devices import SHORT_NAMES, quick_dtype
 
 _TOKENIZER_FILES = r"tokeni[sz]er|vocab|merges|spiece|sentencepiece|bpe|tiktoken|tekken|\.model$"
@@ -44,6 +45,8 @@ def load_target(
         model: Any = target_class(config).from_pretrained(name, **options)
     except OSError as error:
         raise CheckpointNotFoundError(_why_not_found(name, error)) from error
+    except StrictDataclassError as error:
+        raise IncompatibleTargetError(f"the config.json of {name!r} is wrong: {config_problem(error)}") from error
     except (ValueError, KeyError, NotImplementedError, ImportError) as error:
         raise IncompatibleTargetError(
             f"the target {name!r} cannot be loaded; wanted a decoder-only transformers model with its tokenizer: "
@@ -85,7 +88,7 @@ def dtype_here(name: str, *, dtype: str, device_map: Any) -> torch.dtype | None:
     """
     try:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError):  # loading it says more
+    except (OSError, ValueError, KeyError, StrictDataclassError):  # loading it says more
         return None
     precision = _precision(config, dtype, device_map, packed=False)
     if not isinstance(precision, torch.dtype) or precision == config.get_text_config().dtype:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 from ..checkpoints.eagle_network import KeepsBufferDtypes
-from ..checkpoints.files import shown
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, shown
 from ..memory.weights import Quantization, scheme
 
 OLDEST_BITSANDBYTES = (0, 50)

@@ -231,11 +231,9 @@ def check_before_work(model: Any, drafter: Assistant, setting: Callable[[str], A
             "call eagle.attach(model) with this model"
         )
     _check_is_still_the_target(drafter)
-    drafter.generation_config.check()
+    drafter.check_settings()
     if isinstance(drafter, Eagle31Drafter):
         _check_width(drafter)
-    else:
-        _check_without_drafter(drafter)
     for name in ("prefill_chunk_size", "num_assistant_tokens"):
         if (value := setting(name)) is not None:
             require_count(name, value)
@@ -280,19 +278,4 @@ def _check_width(drafter: Eagle31Drafter) -> None:
         raise ConfigurationError(
             f"draft_top_k is {top_k}, more than the {size} tokens this drafter can draft; trees rarely gain from "
             "more than 10"
-        )
-
-
-def _check_without_drafter(assistant: Assistant) -> None:
-    """Settings of a network that is not there are not silently left out."""
-    settings = assistant.generation_config
-    given = {name: getattr(settings, name) for name in ("draft_tree_size", "draft_min_confidence", "draft_window")}
-    given["draft_top_k"] = settings.draft_top_k if (settings.draft_top_k or 1) > 1 else None
-    if settings.num_assistant_tokens_schedule == "pid":
-        given["num_assistant_tokens_schedule"] = settings.num_assistant_tokens_schedule
-    asked = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-    if asked:
-        raise ConfigurationError(
-            f"got {', '.join(asked)}, but there is no drafter: what the text repeats is drafted as chains, of up to "
-            "num_assistant_tokens; leave it out, or attach a drafter"
         )

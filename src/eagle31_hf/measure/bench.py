@@ -41,6 +41,9 @@ class Bench:
         tasks: what to write.
         settings: how.
         on_turn: called between measurements with how many are done, and of how many.
+
+    Attributes:
+        result: what was measured so far.
     """
 
     def __init__(
@@ -57,12 +60,12 @@ class Bench:
         self.alone = assistant if isinstance(assistant, NoDrafter) else _without_drafter(assistant)
         self._peak = PeakGauge(self.binding.head_device)
         self._judged: dict[tuple[str, str, str], Verdict] = {}
-        self._result = BenchResult(settings)
+        self.result = BenchResult(settings)
 
     def run(self) -> BenchResult:
         """Write everything that there is time for: at least one turn with each number of rows."""
         by_rows = [self._turns(rows) for rows in dict.fromkeys(self.settings.rows)]
-        result, result.of = self._result, sum(map(len, by_rows))
+        result, result.of = self.result, sum(map(len, by_rows))
         with torch.random.fork_rng():
             for turns in by_rows:
                 methods = self._ready_methods(turns)
@@ -98,13 +101,13 @@ class Bench:
                 torch.manual_seed(self.settings.seed)
                 _, stats = self._write(method, batch, None)
             if method.by_graphs and stats is not None:
-                self._result.graphs_s += time.perf_counter() - started
+                self.result.graphs_s += time.perf_counter() - started
                 if why := self._why_eager(method, turns[0].rows, stats):
-                    self._result.left_out[method.name] = why
+                    self.result.left_out[method.name] = why
                     continue
             ready.append(method)
         graphs = {pair.graphs for pair in map(Pair.of, (self._assistant, self.alone)) if pair.graphs is not None}
-        self._result.graphs = sum(sum(each.warmed.values()) for each in graphs)
+        self.result.graphs = sum(sum(each.warmed.values()) for each in graphs)
         return ready
 
     def _why_eager(self, method: Method, rows: int, stats: SpeculationStats) -> str:

@@ -1,6 +1,6 @@
 """Pictures of figures: speed by kind of prompt, acceptance by position, what fills a card, drift.
 
-All raise a `ConfigurationError` where matplotlib is not installed, or the picture cannot be written.
+They need matplotlib, and raise a `ConfigurationError` where the picture cannot be written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def plot_bench(result: BenchResult, path: Path, *, title: str, footer: str) -> N
         title: what was measured.
         footer: where, and how.
     """
-    shown = [each for each in result.with_rows(min(result.settings.rows)) if each.method.drafts]
+    shown = [each for each in result.with_rows(min(each.rows for each in result.methods)) if each.method.drafts]
     kinds = list(dict.fromkeys(kind for each in shown for kind in each.by_kind))
     height = max(2.6, 0.8 + 0.3 * len(kinds) * len(shown))
     figure = _new_figure(6.4, height + 4.6)
@@ -84,8 +84,8 @@ def _draw_positions(axes: Any, results: Sequence[MethodResult]) -> None:
         shares = result.acceptance.cumulative_acceptance
         axes.plot(range(1, 1 + len(shares)), shares, marker=marker, label=result.method.name)
     axes.set_ylim(0, 1)
-    axes.set_xlabel("position in the draft")
-    axes.set_ylabel("accepted, of drafts that long")
+    axes.set_xlabel("place of a token in its draft")
+    axes.set_ylabel("share accepted at this place")
 
 
 def plot_card(plan: MemoryPlan, path: Path) -> None:
@@ -132,12 +132,10 @@ def plot_drift(curves: Sequence[DriftCurve], path: Path) -> None:
 
 def _new_figure(width: float, height: float) -> Any:
     """An empty figure, sizes in inches."""
-    try:
-        from cycler import cycler
-        from matplotlib import rcParams
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError("plots need matplotlib: pip install matplotlib") from error
+    from cycler import cycler
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
     rcParams.update(STYLE | {"axes.prop_cycle": cycler(color=COLOURS)})
     return Figure(figsize=(width, height), layout="constrained")
 

@@ -14,7 +14,7 @@ from ..errors import count
 from ..memory.cards import GIB, MIB
 from ..stats import USELESS_LENGTH
 from .exactness import Kind, Verdict
-from .results import BenchResult, MethodResult, Writer
+from .results import BenchResult, MethodResult, Spread, Writer
 
 REFUSED = "refused"
 """In place of a speedup that may not be told."""
@@ -69,12 +69,16 @@ def speedup_text(result: MethodResult) -> str:
 
 def speed_table(results: Sequence[MethodResult], caption: str = "") -> Table:
     """Exactness first, then speeds over plain `generate`."""
+
+    def spread(speed: Spread) -> str:
+        return f"{speed.low:.0f}–{speed.high:.0f}" if speed.low < speed.high else ""  # there was one repeat
+
     rows = tuple(
         (
             result.method.name,
             verdict_text(result),
             f"{result.tokens_per_s.median:.1f}",
-            f"{result.tokens_per_s.low:.0f}–{result.tokens_per_s.high:.0f}",
+            spread(result.tokens_per_s),
             speedup_text(result),
             f"{result.tokens_per_pass:.2f}" if result.method.drafts and result.tokens_per_pass else "",
         )
@@ -119,7 +123,7 @@ def bench_parts(result: BenchResult, price_per_hour: float | None = None) -> Ite
     settings = result.settings
     yield Text(verdict_line(result), style="bold" if result.is_exact else "bold red")
     sampling = f"temperature {settings.temperature:g}" if settings.temperature else "greedy"
-    for rows in dict.fromkeys(settings.rows):
+    for rows in dict.fromkeys(each.rows for each in result.methods):
         results = result.with_rows(rows)
         where = f"{sampling}, {count(rows, 'row')}"
         yield speed_table(results, where)
@@ -133,7 +137,8 @@ def bench_notes(result: BenchResult) -> Iterator[Text]:
     """What tables cannot say: ties and errors, what was left out, steps down."""
     lines = []
     if result.turns < result.of:
-        lines.append(f"Stopped after {result.settings.minutes:g} min: {result.turns} of {result.of} turns.")
+        why = "by Ctrl-C" if result.interrupted else f"after {result.settings.minutes:g} min"
+        lines.append(f"Stopped {why}: {result.turns} of {result.of} measurements were made.")
     lines += [f"Left out: {name}: {why}." for name, why in result.left_out.items()]
     if result.graphs:
         lines.append(f"{result.graphs} graphs were compiled in {result.graphs_s:.0f} s and kept.")
@@ -156,16 +161,17 @@ def _what_may_help(result: MethodResult) -> str:
 def _difference_lines(result: MethodResult) -> Iterator[str]:
     """Where texts part from plain's: a line for each that is wrong, one for all that part at ties."""
 
-    def line(prompt: str, found: Verdict, what: str) -> str:
+    def place(prompt: str, found: Verdict) -> str:
         return (
-            f"{result.method.name}: {prompt} is another text from token {found.position + 1} on, {what} (two tokens' "
-            f"logits are {found.logit_gap:.3g} apart, rounding alone moves them by {found.rounding:.3g})."
+            f"in {prompt} from token {found.position + 1} on (two logits are {found.logit_gap:.3g} apart, rounding "
+            f"moves them by {found.rounding:.3g})."
         )
 
     ties = [(prompt, found) for prompt, found in result.differences.items() if found.kind is Kind.TIE]
     for prompt, found in result.differences.items():
         if found.kind is not Kind.TIE:
-            yield line(prompt, found, "not a tie")
+            yield f"{result.method.name}: another text, and not by a tie, {place(prompt, found)}"
     if ties:
-        widest = max(ties, key=lambda each: each[1].logit_gap)
-        yield line(*widest, "by a tie" if len(ties) == 1 else f"by the widest of {len(ties)} ties")
+        widest = place(*max(ties, key=lambda each: each[1].logit_gap))
+        apart = "1 text differs by a tie" if len(ties) == 1 else f"{len(ties)} texts differ by ties"
+        yield f"{result.method.name}: {apart}, two tokens equally likely within rounding, the widest {widest}"

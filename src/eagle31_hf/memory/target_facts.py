@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.hub import can_be_hub_id, missing_folder
-from ..errors import MemoryPlanError, first_line
+from ..errors import MemoryPlanError, config_problem, first_line
 from ..targets.fresh_drafter import trained_context
 from .dry_run import DryRun, dry_run_of
 from .known_targets import close_names, find_known_target
@@ -145,7 +145,7 @@ def load_config(target: Any) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(target, trust_remote_code=False)
     except Exception as error:  # a file may be wrong in any way
-        why = " ".join(str(error).split()).partition(". ")[0][:160]
+        why = config_problem(error).partition(". ")[0][:160]
         raise MemoryPlanError(
             f"got target {name!r}, whose config cannot be read ({why}); wanted a folder with config.json, the id of a "
             "model on the Hub that transformers knows without remote code, or a name such as 'Llama 3.1 8B', which "

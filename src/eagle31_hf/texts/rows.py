@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ..errors import TrainingError
+from ..errors import TrainingError, json_kind, shown
 
 Message = dict[str, Any]
 
@@ -82,14 +82,14 @@ class Conversation:
 def conversation_from_row(row: Any, *, where: str, fallback_id: str, category: str) -> Conversation:
     """One row as a conversation; see the module's docstring for the forms."""
     if not isinstance(row, dict):
-        raise TrainingError(f"{where}: a row is {type(row).__name__}; wanted an object with messages")
+        raise TrainingError(f"{where}: a row is {json_kind(row)}; wanted an object with messages")
     messages = _messages_of(row, where)
     answer = row.get("answer_ids") or ()
     if not all(isinstance(token, int) and token >= 0 for token in answer):
         raise TrainingError(f"{where}: answer_ids holds something else than token ids; regenerate the row")
     temperature = row.get("answer_temperature")
     if temperature is not None and not isinstance(temperature, (int, float)):
-        raise TrainingError(f"{where}: answer_temperature is {temperature!r}; wanted a number")
+        raise TrainingError(f"{where}: answer_temperature is {shown(temperature)}; wanted a number")
     identity = row.get("id", row.get("question_id", row.get("task_id")))
     return Conversation(
         id=fallback_id if identity is None else str(identity),
@@ -121,13 +121,13 @@ def _tools_of(row: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
     if isinstance(tools, str):  # columns of one type each cannot hold schemas otherwise
         tools = parsed(tools, f"{where}, tools")
     if not isinstance(tools, list):
-        raise TrainingError(f"{where}: tools is {type(tools).__name__}; wanted a list of JSON schemas")
+        raise TrainingError(f"{where}: tools is {json_kind(tools)}; wanted a list of JSON schemas")
     return tuple(_object(tool, f"{where}, tools[{i}]") for i, tool in enumerate(tools))
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise TrainingError(f"{where} is {type(value).__name__}; wanted an object")
+        raise TrainingError(f"{where} is {json_kind(value)}; wanted an object")
     return value
 
 
@@ -243,7 +243,7 @@ def _web_ui_row(chat: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _message(entry: Any, where: str) -> Message:
     if not isinstance(entry, dict):
-        raise TrainingError(f"{where} is {type(entry).__name__}; wanted an object with role and content")
+        raise TrainingError(f"{where} is {json_kind(entry)}; wanted an object with role and content")
     role, content = entry.get("role"), entry.get("content")
     if role is None and "from" in entry:
         role, content = _speaker(entry["from"], where), entry.get("value", entry.get("content"))
@@ -267,7 +267,7 @@ def _weight(entry: dict[str, Any], where: str) -> int:
     """Whether a message is learned from, 1 or 0."""
     weights = [entry[name] for name in _NOT_LEARNED if entry.get(name) is not None]
     if any(weight not in (0, 1) for weight in weights):
-        raise TrainingError(f"{where}: weight is {weights[0]!r}; wanted 0 (not learned from) or 1")
+        raise TrainingError(f"{where}: weight is {shown(weights[0])}; wanted 0 (not learned from) or 1")
     return min(map(int, weights), default=1)
 
 
@@ -285,7 +285,7 @@ def _text(content: Any, where: str) -> str:
     """Null is an empty text (a turn that only calls tools); text parts are joined."""
     if not isinstance(content, list):
         if not isinstance(content, str | None):
-            raise TrainingError(f"{where}: content is {type(content).__name__}; wanted text")
+            raise TrainingError(f"{where}: content is {json_kind(content)}; wanted text")
         return content or ""
     parts = [_object(part, f"{where}, content") for part in content]
     kinds = sorted({str(part.get("type")) for part in parts} - {"text"})
