@@ -270,7 +270,7 @@ def _precision(binding: TargetBinding) -> Finding:
 def _verification(binding: TargetBinding) -> Finding:
     if why := binding.tree_unsupported_reason:
         return Finding("verification", "problem", f"no drafts, plain decoding only: {why}")
-    return Finding("verification", "ok", "the self-test verified a tree like plain forwards along its paths")
+    return Finding("verification", "ok", "checking several drafts at once gives what single passes give (self-test)")
 
 
 # --- from what was written --------------------------------------------------------------------------------------------
@@ -281,9 +281,9 @@ def _text_finding(check: str, written: Written) -> Finding:
     wrong = [(prompt, verdict) for prompt, verdict in differences.items() if verdict.kind is Kind.DIFFERENT]
     if not wrong:
         if not differences:
-            return Finding(check, "ok", f"{texts} of {texts} texts")
+            return Finding(check, "ok", f"{texts} of {texts} texts are the same")
         ties = f"{len(differences)} of them up to a tie: two tokens equally likely within rounding"
-        return Finding(check, "ok", f"{texts} of {texts} texts, {ties}")
+        return Finding(check, "ok", f"{texts} of {texts} texts are the same, {ties}")
     where = "; ".join(
         f"prompt {prompt} after {verdict.position} tokens, logits {verdict.logit_gap:.3g} apart where a tie is "
         f"{TIE_ROUNDINGS * verdict.rounding:.3g}"
@@ -348,7 +348,7 @@ def _vocabulary_finding(replays: Sequence[Replay]) -> Finding:
 def _reading_finding(config: Eagle31Config, scores: Sequence[ReadingScore]) -> Finding:
     best = next((score for score in scores if score.is_better), None)
     if best is None:
-        return Finding("layers and norms", "ok", f"no other way to read config.json fits better, of {len(scores)}")
+        return Finding("layers and norms", "ok", f"none of {len(scores)} other ways to read config.json fits better")
     fields = best.reading.fields
     text = (
         f"the same texts fit better by {best.reading.name}: log-probability of a token {best.gain:+.3f} (standard "
