@@ -52,15 +52,10 @@ def looked_up(records, text, *entries):
     return figures.figures_of(text, [figures.Entry(line, tuple(sources)) for line, *sources in entries], records)
 
 
-def test_a_figure_is_looked_up(records):
-    text = "It is 2.70× as fast, and 9.99× is nobody's.\n"
-    (figure,) = looked_up(records, text, ("is {}× as", "r.json rows[name=chain,size=1].speed"))
-    assert (figure.shown, figure.as_recorded()) == ("2.70", "2.69")
-
-
 @pytest.mark.parametrize(
     ("text", "place", "recorded"),
     [
+        ("is 2.70× as", "rows[name=chain,size=1].speed", "2.69"),
         ("is 2.7× as", "rows[0].speed", "2.7"),
         ("is 91 % of", "share", "92"),
         ("is −0.40 now", "less", "−0.50"),
@@ -70,38 +65,30 @@ def test_a_figure_is_looked_up(records):
     ],
 )
 def test_figures_take_digits_and_unit_from_the_page(records, text, place, recorded):
-    (figure,) = looked_up(records, text, ("is {}", f"r.json {place}"))
+    (figure,) = looked_up(records, f"{text}, and 9.99× is nobody's.", ("is {}", f"r.json {place}"))
     assert figure.as_recorded() == recorded
 
 
 def test_lines_that_stand_twice_are_taken_in_their_order(records):
     text = "| a | 2.69 |\n\n| a | 1.00 |\n"
-    first, second = ("| a | {} |", "r.json rows[0].speed"), ("| a | {} |", "r.json rows[1].speed")
-    assert [figure.shown == figure.as_recorded() for figure in looked_up(records, text, first, second)] == [True, True]
-    assert [figure.shown == figure.as_recorded() for figure in looked_up(records, text, second, first)] == [
-        False,
-        False,
-    ]
-
-
-@pytest.mark.parametrize("text", ["nothing", "is 1 so, is 2 so"])
-def test_a_line_stands_as_often_as_it_has_entries(records, text):
-    with pytest.raises(figures.FigureError, match="wanted 1"):
-        looked_up(records, text, ("is {} so", "r.json share"))
-
-
-def test_each_number_has_one_source(records):
-    with pytest.raises(figures.FigureError, match="one for each"):
-        looked_up(records, "from 1 to 2", ("from {} to {}", "r.json share"))
+    entries = [("| a | {} |", f"r.json rows[{row}].speed") for row in (0, 1)]
+    assert all(figure.shown == figure.as_recorded() for figure in looked_up(records, text, *entries))
+    assert not any(figure.shown == figure.as_recorded() for figure in looked_up(records, text, *reversed(entries)))
 
 
 @pytest.mark.parametrize(
-    "place", ["rows[name=tree].speed", "rows[name=chain].speed", "rows[9].speed", "nothing", "rows"]
-)
-def test_a_place_that_is_not_in_the_record_is_named(records, place):
-    (figure,) = looked_up(records, "is 2.69×", ("is {}×", f"r.json {place}"))
-    with pytest.raises(figures.FigureError, match="is not at"):
-        figure.value()
+    ("text", "line", "place", "problem"),
+    [
+        ("nothing", "is {} so", "share", "wanted 1"),
+        ("is 1 so, is 2 so", "is {} so", "share", "wanted 1"),
+        ("from 1 to 2", "from {} to {}", "share", "one for each"),
+        *(("is 2.69×", "is {}×", place, "is not at")
+          for place in ("rows[name=tree].speed", "rows[name=chain].speed", "rows[9].speed", "nothing", "rows")),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_looked_up_is_named(records, text, line, place, problem):
+    with pytest.raises(figures.FigureError, match=problem):
+        [figure.value() for figure in looked_up(records, text, (line, f"r.json {place}"))]
 
 
 def plan_of(target: str, card: str, scheme: str, cache_type: str = "full") -> MemoryPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +19,6 @@ from ..measure.bench import Bench, has_graphs
 from ..measure.origin import origin
 from ..measure.results import FEWEST_NEW_TOKENS, BenchResult, BenchSettings, Task, pair_methods
 from ..measure.tables import bench_notes, speed_table
-from ..sampling.logits_processing import sampling_options
 from ..texts.decoder import IncrementalDecoder, RoundStreamer
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
@@ -27,7 +26,7 @@ from .options import MORE, JsonOption, command, make_console, option, writable_j
 from .pairs import DraftOptions, LoadedPair, PairSource, encode, load_pair
 from .progress import progress_bar
 
-STREAMED_IN_DEMO = 2
+MOST_STREAMED = 2
 DEMO_DRAFT_TOKENS = 7
 """As many as drafts by graphs have by default: the graphs that the demo leaves on a CPU serve `chat`, too."""
 
@@ -47,9 +46,9 @@ def demo(
     json_path: JsonOption = None,
 ) -> None:
     """Watch the embedded pair write, then measure it against plain decoding. Needs no network."""
-    shown = Shown(embedded_prompts(), streamed=STREAMED_IN_DEMO, compare=compare, compiled=True, svg=svg)
     # A fixed length: what is coloured does not depend on how fast this machine is.
-    _show(load_pair(PairSource(), DraftOptions(draft_tokens=DEMO_DRAFT_TOKENS, schedule="constant")), shown, json_path)
+    pair = load_pair(PairSource(), DraftOptions(draft_tokens=DEMO_DRAFT_TOKENS, schedule="constant"))
+    _show(pair, embedded_prompts(), BenchSettings(), compare=compare, by_graphs=True, svg=svg, json_path=json_path)
 
 
 @command
@@ -76,14 +75,9 @@ def generate(
     pair = load_pair(source, drafting)
     if seed is not None:
         torch.manual_seed(seed)
-    shown = Shown(
-        [Prompt("your prompt", "yours", "yours", messages)],
-        streamed=1,
-        new_tokens=max_new_tokens,
-        temperature=temperature,
-        compare=compare and source.has_drafter,  # the table is about a drafter
-    )
-    _show(pair, shown, json_path)
+    settings = BenchSettings(new_tokens=max_new_tokens, temperature=temperature)
+    compare = compare and source.has_drafter  # the table is about a drafter
+    _show(pair, [Prompt("your prompt", "yours", "yours", messages)], settings, compare=compare, json_path=json_path)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -101,45 +95,43 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What is answered, and what is shown of it: the first `streamed` answers, drawn into `svg`, and a comparison.
+def _show(
+    pair: LoadedPair,
+    prompts: Sequence[Prompt],
+    settings: BenchSettings,
+    *,
+    compare: bool,
+    by_graphs: bool = False,
+    svg: Path | None = None,
+    json_path: Path | None,
+) -> None:
+    """The first answers as they are written, then the table; what `demo` and `generate` share.
 
-    `compiled` compares by graphs as well, which is done anyway where there are some.
+    Args:
+        by_graphs: compare by graphs as well, which is done anyway where there are some.
+        svg: where to draw the answers.
     """
-
-    prompts: Sequence[Prompt]
-    streamed: int
-    new_tokens: int = 128
-    temperature: float = 0.0
-    compare: bool = True
-    compiled: bool = False
-    svg: Path | None = None
-
-
-def _show(pair: LoadedPair, shown: Shown, json_path: Path | None) -> None:
-    """Streamed answers, then the table; what `demo` and `generate` share."""
     console = make_console()
-    tasks = [Task(prompt, encode(pair, list(prompt.messages))) for prompt in shown.prompts]
+    tasks = [Task(prompt, encode(pair, list(prompt.messages))) for prompt in prompts]
     record: dict[str, Any] = {**origin(pair.drafter.binding), "target": pair.name}
     if pair.plan is not None:
         record["plan"] = pair.plan.to_dict()
     if pair.described != pair.name:
         console.print(pair.described, style="dim")
-    lines = [line for task in tasks[: shown.streamed] for line in _stream(console, pair, task, shown)]
+    lines = [line for task in tasks[:MOST_STREAMED] for line in _stream(console, pair, task, settings)]
     console.print()
     console.print(terminal.legend())
-    write_svg(shown.svg, [*lines, terminal.legend()], "eagle31 demo")
+    write_svg(svg, [*lines, terminal.legend()], "eagle31 demo")
     assert pair.drafter.stats is not None, "an answer has been written"
     record["stats"] = pair.drafter.stats.to_dict()
-    if shown.compare:
-        record |= _measure(console, pair, tasks, shown)
+    if compare:
+        record |= _measure(console, pair, tasks, settings, by_graphs=by_graphs)
     else:
         console.print(str(pair.drafter.stats), style="dim", markup=False)
     write_json(json_path, record)
 
 
-def _stream(console: Console, pair: LoadedPair, task: Task, shown: Shown) -> list[Text]:
+def _stream(console: Console, pair: LoadedPair, task: Task, settings: BenchSettings) -> list[Text]:
     """Show a prompt and its answer as it comes; what was shown."""
     console.print()
     has_roles = bool(pair.tokenizer.chat_template)  # a base model goes on with the text as it is
@@ -155,7 +147,7 @@ def _stream(console: Console, pair: LoadedPair, task: Task, shown: Shown) -> lis
         lambda text, accepted: writer.add(text, terminal.ACCEPTED_STYLE if accepted else ""),
     )
     target: Any = pair.target
-    how = {"max_new_tokens": shown.new_tokens, **sampling_options(shown.temperature), "streamer": streamer}
+    how = {**settings.to_generate(), "max_new_tokens": settings.new_tokens, "streamer": streamer}
     ids = task.ids[None]
     target.generate(input_ids=ids, attention_mask=torch.ones_like(ids), assistant_model=pair.drafter, **how)
     writer.end()
@@ -178,13 +170,11 @@ def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], 
             return replace(bench.result, interrupted=True)
 
 
-def _measure(console: Console, pair: LoadedPair, tasks: Sequence[Task], shown: Shown) -> dict[str, Any]:
-    settings = BenchSettings(
-        new_tokens=max(shown.new_tokens, FEWEST_NEW_TOKENS),
-        temperature=shown.temperature,
-        repeats=REPEATS,
-    )
-    by_graphs = shown.compiled or has_graphs(pair.drafter, settings)
+def _measure(
+    console: Console, pair: LoadedPair, tasks: Sequence[Task], settings: BenchSettings, *, by_graphs: bool
+) -> dict[str, Any]:
+    settings = replace(settings, new_tokens=max(settings.new_tokens, FEWEST_NEW_TOKENS), repeats=REPEATS)
+    by_graphs = by_graphs or has_graphs(pair.drafter, settings)
     settings = replace(settings, methods=pair_methods(by_graphs=by_graphs))
     console.print()
     result = measure_in_turns(console, pair, tasks, settings)

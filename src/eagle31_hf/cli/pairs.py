@@ -170,13 +170,6 @@ def load_pair(
     Args:
         batch: rows a memory plan has to leave room for.
         needs_drafter: whether `--drafter none` makes no sense; it is refused before anything is loaded.
-
-    Raises:
-        ConfigurationError: no drafter named for a target of one's own, or an impossible setting.
-        CheckpointNotFoundError: a folder or Hub id is not there, or there is no network to ask.
-        CheckpointFormatError, UnsafeCheckpointError: the drafter's files are not usable.
-        IncompatibleTargetError: the target is of a kind that cannot be served, or the drafter is not for it.
-        MemoryPlanError: the plan does not fit, or was made for another target or card.
     """
     source = _with_own_head(source)
     if source.target is not None and source.drafter is None:
@@ -258,12 +251,7 @@ def _load_assistant(source: PairSource, target: PreTrainedModel, plan: MemoryPla
 
 
 def make_plan(source: PairSource, drafting: DraftOptions, *, batch: int) -> MemoryPlan | None:
-    """The memory plan that was asked for, made from configurations alone.
-
-    Raises:
-        ConfigurationError: `--card` or `--context` without a plan to use them in, or a plan in a file.
-        MemoryPlanError: none can be made.
-    """
+    """The memory plan that was asked for, made from configurations alone."""
     planned = " and ".join(f"--{name}" for name in ("card", "context") if getattr(source, name))
     if source.memory not in (None, "auto"):
         raise ConfigurationError(f"got --memory {source.memory}; {removal('--memory FILE')}")
