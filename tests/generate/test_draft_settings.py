@@ -113,7 +113,7 @@ def test_fields_of_version_0_1_are_ignored_with_a_line_and_refused_when_they_are
     (tmp_path / "generation_config.json").write_text(json.dumps(old))
     config = Eagle31GenerationConfig.from_pretrained(tmp_path)
     assert (config.draft_min_confidence, config.draft_top_k, config.cache_type) == (None, 3, "int8")
-    renamed = "draft_confidence_floor went in 0.2.0: it is called draft_min_confidence"
+    renamed = "draft_confidence_floor was removed in 0.2.0: it is called draft_min_confidence"
     assert renamed in caplog.text
     config.check()
     assert "draft_confidence_floor" not in config.to_dict()
