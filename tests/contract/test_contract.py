@@ -122,8 +122,9 @@ FEATURES = (*PROCESSORS, *SAMPLED, *OTHERS, *SHORT, *ENDS)
 
 
 def can_be_asked(name: str, feature: str, _loop: str, rows: int) -> bool:
-    """Criteria of a batch may look at all rows (tests/generate/test_callers_code.py); strings need a tokenizer."""
-    if "criterion" in feature:
+    """The caller's code may look at all rows of a batch (tests/generate/test_callers_code.py); strings need a
+    tokenizer."""
+    if "criterion" in feature or feature == "prefix_allowed_tokens":
         return rows == 1
     return name == "demo-target" or "strings" not in feature
 

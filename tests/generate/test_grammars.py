@@ -152,23 +152,22 @@ def test_json_is_plains(library: str, do_sample: bool, shape: dict[str, Any], ac
 
 
 class Alphabet:
-    """A `prefix_allowed_tokens_fn` without state, that says so: of each row's tokens every second one is given."""
+    """A `prefix_allowed_tokens_fn` without state, that says so: every second token is given."""
 
     def __call__(self, row: int, ids: Tensor) -> list[int]:
-        return [3000 + row] if len(ids) % 2 else list(range(3000, 8000, 3))
+        return [3000] if len(ids) % 2 else list(range(3000, 8000, 3))
 
     def fork_for_drafts(self) -> Alphabet:
         return self
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_function_that_says_how_it_is_copied_is_drafted_for(rows: int) -> None:
+def test_a_function_that_says_how_it_is_copied_is_drafted_for() -> None:
     accepted, how = [], {"top_k": None}
     for function in (Alphabet(), lambda row, ids: Alphabet()(row, ids)):
         given = {"settings": CHAIN, "prefix_allowed_tokens_fn": function}
-        assert_same_text(target(), drafter(), prompts(rows, seed=4), **given, **how)
+        assert_same_text(target(), drafter(), prompts(seed=4), **given, **how)
         accepted.append(drafter().stats.accepted)  # type: ignore[union-attr]
-    assert accepted[0] >= rows * 4 > accepted[1]
+    assert accepted[0] >= 4 > accepted[1]
 
 
 class Breaking(hf.LogitsProcessor):

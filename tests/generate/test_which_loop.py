@@ -71,6 +71,7 @@ NOT_OURS: dict[str, tuple[int, dict[str, Any], str]] = {
     "SynthID": (3, SYNTH_ID, "SynthIDTextWatermarkLogitsProcessor"),
     "guidance": (3, {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
     "criteria": (3, {"stopping_criteria": [never]}, "never"),
+    "function": (3, {"prefix_allowed_tokens_fn": lambda _row, ids: range(3, 96, 2)}, "PrefixConstrained"),
     "unknown_processor": (3, {"logits_processor": [Pass()]}, "Pass"),
     "hidden_states": (1, {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
     "attentions": (1, {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),

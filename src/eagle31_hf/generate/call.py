@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..cache.stock import CACHE_ARGUMENT, held_length
 from ..drafter.assistant import Assistant
 from ..errors import UnsupportedGenerationError
+from ..loop.carried_cache import CarriedCache
 from ..loop.pair import Drafting, Pair
 from ..loop.text import StopRules
 from ..sampling.logits_processing import ScoreProcessing
@@ -157,6 +158,31 @@ class Call:
         mask = self.attention_mask[:, -length:].bool()
         pads = torch.tensor(padding, device=mask.device)[:, None]
         return max(padding) < length and torch.equal(mask, torch.arange(length, device=mask.device) >= pads)
+
+    @cached_property
+    def carried(self) -> CarriedCache | None:
+        """What the cache brings from the last turn and takes to the next; `None` if the caller would not get it.
+
+        Raises:
+            UnsupportedGenerationError: it has content that cannot be told from padding, or does not fit the prompt.
+        """
+        cache, mask = self.cache, self.attention_mask
+        wanted = self.generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+        if cache is None or not wanted or self.batch_size > 1:  # a batch with a cache of the user's is decoded plainly
+            return None
+        is_padded = any(self.padding) or (mask is not None and not bool(mask.all()))
+        if is_padded and self.cached_length:
+            raise UnsupportedGenerationError(
+                "the cache that was passed has content and the attention mask has pads; a carried cache can be "
+                "continued only where all rows are equally long and unpadded: continue them one by one, or pass an "
+                "empty cache and the whole text"
+            )
+        if is_padded:
+            return None
+        carried = CarriedCache(self.drafter, cache)
+        if self.cached_length:
+            carried.open(self.input_ids)
+        return carried
 
     def drafting(self, on_event: Callable[[str, str], None] | None = None) -> Drafting:
         """What the call and the drafter's `generation_config` ask of drafts."""

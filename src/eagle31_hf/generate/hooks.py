@@ -29,9 +29,9 @@ from ..memory.apply_plan import plan_mismatch_reason
 from ..memory.cards import advise_once
 from ..stats import SpeculationStats
 from .call import AssistedCall, Call
-from .own import LeftToPlain, write_own
+from .own import write_own
 from .plain import write_plain
-from .routes import ASKED_FOR, check_before_work, not_served, why_plain
+from .routes import ASKED_FOR, check_before_work, why_plain
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -154,24 +154,10 @@ def _serve(call: Call) -> Any:
     stats = call.drafter.stats = SpeculationStats(loop="plain" if why else "own", reason=why)
     advise_once(call.input_ids.device)
     _compare_with_plan(call, stats)
-    _say_plain(why)
-    call.assisted.has_begun = True
-    if not why:
-        try:
-            return write_own(call, stats)
-        except LeftToPlain as left:
-            why = str(left)
-            if call.assisted.must_be_own:
-                raise UnsupportedGenerationError(not_served(why)) from left
-            _say_plain(why)
-            call = left.call
-            stats = call.drafter.stats = SpeculationStats(loop="plain", reason=why, fallbacks=stats.fallbacks)
-    return write_plain(call, stats)
-
-
-def _say_plain(why: str) -> None:
     if why not in ("", ASKED_FOR):
         _say_once(why, f"using plain decoding: {why}")
+    call.assisted.has_begun = True
+    return write_plain(call, stats) if why else write_own(call, stats)
 
 
 def _compare_with_plan(call: Call, stats: SpeculationStats) -> None:

@@ -50,13 +50,10 @@ def why_plain(call: Call) -> str:
     if why is None:
         return ""
     if call.assisted.must_be_own:
-        raise UnsupportedGenerationError(not_served(why))
+        raise UnsupportedGenerationError(
+            f"speculation_loop='own' cannot serve this request: {why}; set speculation_loop='auto' or change the call"
+        )
     return why if settings.stored_cache_type == "full" else f"{why}; cache_type is not used there"
-
-
-def not_served(why: str) -> str:
-    """What is said where our loop was asked for by name and cannot write the text."""
-    return f"speculation_loop='own' cannot serve this request: {why}; set speculation_loop='auto' or change the request"
 
 
 # --- what only plain decoding does exactly ----------------------------------------------------------------------------
@@ -174,6 +171,11 @@ def _inputs_beside_tokens(call: Call) -> str | None:
     return why_not_continued(call)
 
 
+def _what_the_cache_holds(call: Call) -> None:
+    """Reading it refuses what our loop cannot go on from."""
+    _ = call.carried
+
+
 def _has_placeholders(call: Call) -> bool:
     """Whether the prompts hold tokens that stand for pictures, films or sounds."""
     config = call.model.config
@@ -186,7 +188,7 @@ def _what_sees_a_batch_as_one(call: Call) -> str | None:
     """Plain decoding shows all rows at once to processors, criteria and streamers, token by token."""
     if call.batch_size == 1:
         return None
-    if names := call.processing.bound_to_the_batch:
+    if names := call.processing.in_order:
         return f"{', '.join(names)} may keep one state for all rows of a batch"
     if names := call.rules.names:
         return f"{', '.join(names)} may end a row of the batch by what other rows hold"
@@ -207,6 +209,7 @@ AGAINST_OWN: tuple[Callable[[Call], str | None], ...] = (
     _a_chunk_of_one_token,
     _what_sees_a_batch_as_one,
     _inputs_beside_tokens,
+    _what_the_cache_holds,
 )
 """Why our loop must not have a call, `None` if it may; the first one is the reason that is given."""
 

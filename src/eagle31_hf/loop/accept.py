@@ -108,6 +108,8 @@ class Acceptor:
         tokens that are asked about takes less there than a mask over all.
         """
         processing, choosing, tree = rule.processing, self.batch.choosing, self.tree
+        if rule.code is not None and rule.code.why:
+            return None
         if processing.scores_only:
             is_raw = processing.is_empty and not rule.draws and not choosing.wants_scores
             return rule.of(self.logits) if is_raw else processing.draft_warping.of_nodes(rule.of(self.logits))
@@ -137,11 +139,13 @@ class Acceptor:
         drafted = self.tree.tokens[index[:, None], paths[:, 1:]]
         prefixes = [batch.sequences.prefix(batch.rows[b], own) for b, own in zip(places, drafted, strict=True)]
         rows, depth = [rule.rows[b] for b in places], drafted.shape[1]
-        if rule.code is not None and not depth:
-            for row, prefix in zip(rows, prefixes, strict=True):
-                rule.code.forget_before(row, prefix.shape[1])
+        code, length = rule.code, prefixes[0].shape[1]
+        if code is not None and not depth:
+            code.forget_before(length)
         logits = self.logits[index, paths[:, -1]]
         scores = rule.processing.row_scores(lambda i: prefixes[i], logits, rows, rule.code)  # (R, V)
         self._scores |= {(b, walking[b][-1]): own for b, own in zip(places, scores, strict=True)}
+        if code is not None and rule.draws and not code.is_followed(length, asked=True):
+            return code.draw(length, scores).tolist()
         noise = None if self.noise is None else self.noise[index, depth]
         return rule.choose(scores, noise).tolist()

@@ -57,7 +57,7 @@ class DecodingRequest:
         keep_scores, keep_logits: collect processed / raw scores of every written token.
         carried: the cache that this turn goes on with, and the next one; `None`: there is none.
         graphs: that compute rounds; `None`: eager code does.
-        code: asks processors and criteria of the caller's; `None`: there are none.
+        code: asks processors and criteria of the caller's, of a single text; `None`: there are none.
         noise: what tokens are sampled by, from the first one on; `None`: the text is greedy.
         seen: which tokens the texts have, if that is all that processors ask beside scores; `None`: they do not.
     """
@@ -104,11 +104,14 @@ class DecodingRequest:
     def choice_rules(self, batch: RoundBatch) -> list[ChoiceRule]:
         """One for all rows."""
         # Processors asked in order are done when the text is: a grammar has nothing to say about what comes behind.
-        ends = partial(self._ends, batch) if self.processing.in_order else None
+        ends = partial(self._ends, batch) if self.code is not None else None
         return [ChoiceRule(range(len(batch.rows)), self.processing, self.do_sample, batch.rows, self.code, ends)]
 
     def _ends(self, batch: RoundBatch, place: int, nodes: int, token: int) -> bool:
-        return self.sequences.ends_with(batch.rows[place], token, after=nodes - 1)
+        assert self.code is not None, "see choice_rules"
+        row, after = batch.rows[place], nodes - 1
+        is_followed = self.code.is_followed(self.sequences.length(row) + after, asked=True)
+        return not is_followed or self.sequences.ends_with(row, token, after=after)
 
     def noise_for(self, batch: RoundBatch, count: int) -> Tensor | None:
         """Noise `(B, count, V)` of each row's next tokens; `None` for a greedy text."""
@@ -225,9 +228,27 @@ class SpeculativeDecoder:
 
     def _settle_noise(self) -> None:
         """Leave torch's generator where plain `generate` would have left it."""
-        noise = self.request.noise
-        if noise is not None and not noise.settle(self.sequences.output_length):
+        noise, code = self.request.noise, self.request.code
+        if self._leaves_noise:
+            assert code is not None, "it has met something"
+            code.leave_generators()
+            self.request.stats.fall_back(NOT_PLAIN if code.asked_ahead else "")
+        elif noise is not None and not noise.settle(self.sequences.output_length):
             self.request.stats.fall_back(NOT_PLAIN)
+
+    @property
+    def _leaves_noise(self) -> bool:
+        """Whether the caller's code has done what noise that was taken ahead cannot follow."""
+        code = self.request.code
+        return code is not None and not code.is_followed(self.sequences.length(0), asked=False)
+
+    def _follow_callers_code(self) -> None:
+        """From where that was met, torch draws each token itself: nothing is drafted."""
+        if self._leaves_noise and (self.largest.depth or self.request.noise is not None):
+            assert self.request.code is not None, "it has met something"
+            self.request.stats.fall_back(f"nothing is drafted any more: {self.request.code.why}")
+            self.request.noise = None
+            self.stop_drafting()
 
     # --- prefill -------------------------------------------------------------------------------------------------
 
@@ -299,6 +320,7 @@ class SpeculativeDecoder:
         staying = self.unfinished_rows()
         if self.caches.drafter is not None and (staying or self.request.carried is not None):
             self.caches.drafter.absorb(*prompts.pair(written))
+        self._follow_callers_code()
         self.let_ended_rows_go(staying)
 
     # --- one round -----------------------------------------------------------------------------------------------
@@ -323,6 +345,7 @@ class SpeculativeDecoder:
         staying = self.unfinished_rows()
         if staying or self.request.carried is not None:
             self.round.commit(accepted, verified, written)
+        self._follow_callers_code()
         self.let_ended_rows_go(staying)
         self.clock.end_round()
 
@@ -361,11 +384,6 @@ class SpeculativeDecoder:
             if len(new) > self._streamed[row]:
                 start, self._streamed[row] = self._streamed[row], len(new)
                 self.request.on_tokens(row, new[start:])
-
-    @property
-    def shown(self) -> int:
-        """New tokens of the first row that were shown."""
-        return self._streamed[0]
 
     # --- after a round -------------------------------------------------------------------------------------------
 

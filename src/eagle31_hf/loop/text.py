@@ -14,7 +14,7 @@ from transformers.generation import stopping_criteria as stock
 
 from ..drafting.host_numbers import on_device
 from ..errors import blame_caller
-from ..sampling.callers_code import Answer, CallersCode, NotFollowedError, draws
+from ..sampling.callers_code import CallersCode
 
 
 @dataclass
@@ -67,9 +67,6 @@ class Sequences:
         rules: when to stop.
         pad_id: what finished rows are filled with.
         code: asks criteria of the caller's; `None`: they are asked as they are.
-
-    Attributes:
-        drew: what criteria answered that could not be followed.
     """
 
     def __init__(
@@ -81,7 +78,6 @@ class Sequences:
         code: CallersCode | None = None,
     ):
         self._code = code
-        self.drew: Answer[bool] | None = None
         self.prompts = prompts
         self.padding = list(padding)
         self.rules = rules
@@ -145,12 +141,15 @@ class Sequences:
         """Take back what was written since `snapshot`, scores included."""
         lengths, stopped_at = snapshot
         for row, length in enumerate(lengths):
-            for written in (self.new, self.scores, self.logits):
-                del written[row][length:]
+            self._cut(row, length)
         self.stopped_at = list(stopped_at)
 
+    def _cut(self, row: int, length: int) -> None:
+        for written in (self.new, self.scores, self.logits):
+            del written[row][length:]
+
     def append(self, row: int, tokens: Sequence[int]) -> int:
-        """Add accepted tokens up to where the row must stop. Returns how many were added."""
+        """Add accepted tokens up to where the row must stop, or may go on otherwise. Returns how many were added."""
         added = 0
         for token in tokens:
             if self.remaining_tokens(row) <= 0:
@@ -160,6 +159,9 @@ class Sequences:
             if self.stopped_at[row] is None and self._must_stop(row, token):
                 self.stopped_at[row] = len(self.new[row])
             if self.stopped_at[row] is not None and self._ends_alone:
+                break
+            if self._code is not None and self._code.has_cut(self.length(row)):
+                self._cut(row, len(self.new[row]))
                 break
         return added
 
@@ -176,14 +178,10 @@ class Sequences:
             return any([bool(torch.as_tensor(rule(prefix, scores)).any()) for rule in self.rules.others])  # type: ignore[arg-type]
 
         try:
-            answer = Answer(ask(), None) if self._code is None else self._code.ask(prefix.shape[1], ask)
+            return ask() if self._code is None else self._code.must_end(prefix.shape[1], self.rules.names, ask)
         except Exception as error:
             blame_caller(error)
             raise
-        if answer.after is not None:
-            self.drew = answer
-            raise NotFollowedError(draws(", ".join(self.rules.names)))
-        return answer.value
 
     @property
     def _ends_alone(self) -> bool:

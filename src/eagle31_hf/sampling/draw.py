@@ -11,8 +11,7 @@ rule allows (Gumbel coupling, arXiv 2408.07978).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -124,14 +123,10 @@ class PositionNoise:
             self._take(torch.empty(self.rows, self.vocabulary, device=self.device))
         return True
 
-    @contextmanager
-    def rewound(self, position: int) -> Iterator[None]:
-        """The generator as plain decoding has it where the noise of so many positions is taken, and as it is behind."""
-        here = self._state()
+    def rewind(self, position: int) -> None:
+        """Put the generator where plain decoding has it once the noise of so many positions is taken."""
         if position < self._taken:
             self._set_state(self._states[position])
-        yield
-        self._set_state(here)
 
     @property
     def num_bytes(self) -> int:

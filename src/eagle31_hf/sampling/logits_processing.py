@@ -7,8 +7,8 @@ Processors fall into five kinds (tried out of order, repeated and row by row; tr
     prefix        n-grams, shortest lengths, ...    a call per row and depth, on that node's own prefix
     row-bound     the encoder pair, ...             the same, through a view that knows the true row
     in order      grammars, SynthID, guidance, any  shown each prefix of the text once, one after the other, as plain
-                  that transformers does not ship,  decoding does; never a draft. Of several rows only prefix
-                  prefix constraints                constraints: the others may keep one state for all of them
+                  that transformers does not ship,  decoding does; never a draft. Of one row alone: they may keep one
+                  prefix constraints                state for all
 """
 
 from __future__ import annotations
@@ -46,8 +46,12 @@ RANKED_BY_SCORE = (
     stock.TopPLogitsWarper,
     stock.MinPLogitsWarper,
 )
-STATEFUL = (stock.SynthIDTextWatermarkLogitsProcessor, stock.UnbatchedClassifierFreeGuidanceLogitsProcessor)
-CALLS_THE_USERS_CODE = (stock.PrefixConstrainedLogitsProcessor,)
+CALLS_THE_USERS_CODE = stock.PrefixConstrainedLogitsProcessor
+STATEFUL = (
+    stock.SynthIDTextWatermarkLogitsProcessor,
+    stock.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    CALLS_THE_USERS_CODE,
+)
 
 
 class DraftWarping:
@@ -153,7 +157,7 @@ class ScoreProcessing:
     @cached_property
     def _moving(self) -> list[Any]:
         """Processors that must be shown the prefixes of the text alone, each once and in order."""
-        return [p for p in self.processors if isinstance(p, (*STATEFUL, *CALLS_THE_USERS_CODE)) or not _is_stock(p)]
+        return [p for p in self.processors if isinstance(p, STATEFUL) or not _is_stock(p)]
 
     def _moves(self, processor: Any) -> bool:
         return any(processor is each for each in self._moving)
@@ -162,11 +166,6 @@ class ScoreProcessing:
     def in_order(self) -> list[str]:
         """Class names of processors that must be shown the prefixes of the text alone, each once and in order."""
         return [type(p).__name__ for p in self._moving]
-
-    @property
-    def bound_to_the_batch(self) -> list[str]:
-        """Those of them that may keep state of all rows together: they cannot be asked about one."""
-        return [type(p).__name__ for p in self._moving if not isinstance(p, CALLS_THE_USERS_CODE)]
 
     @property
     def can_fork(self) -> bool:
@@ -213,20 +212,18 @@ class ScoreProcessing:
         if self.scores_only:
             return self.draft_warping(logits)
         one_by_one = logits.float().clone().split(1)  # processors may write on them
-        return torch.cat([self.of_row(row, prefix(i), one_by_one[i], code) for i, row in enumerate(rows)])
+        made = [self._of_row(row, prefix(i), one_by_one[i], code) for i, row in enumerate(rows)]
+        return made[0] if len(made) == 1 else torch.cat(made)
 
-    def of_row(self, row: int, ids: Tensor, scores: Tensor, code: CallersCode | None = None, first: int = 0) -> Tensor:
-        """What processors from the `first` on make of scores `(1, V)` behind a row's prefix `ids (1, t)`.
-
-        Args:
-            code: as of `row_scores`.
-        """
-        if code is not None and (made := code.processed.get((row, ids.shape[1]))) is not None:
+    def _of_row(self, row: int, ids: Tensor, scores: Tensor, code: CallersCode | None) -> Tensor:
+        """Processed scores of scores `(1, V)` behind a row's prefix `ids (1, t)`."""
+        first = 0
+        if code is not None and (made := code.processed.get(ids.shape[1])) is not None:
             first, scores = made.place, made.scores.clone()
         for place, processor in enumerate(self.processors[first:], first):
             ask = partial(_ask, view_of_row(processor, row), ids, scores)
             if code is not None and self._moves(processor):
-                scores = code.process(row, place, type(processor).__name__, ids, scores, ask)
+                scores = code.process(place, type(processor).__name__, ids, scores, ask)
             else:
                 scores = ask()
         return scores
@@ -257,9 +254,6 @@ def view_of_row(processor: Any, row: int) -> Any:
         return _changed(processor, encoder_input_ids=processor.encoder_input_ids[row : row + 1])
     elif isinstance(processor, stock.EncoderNoRepeatNGramLogitsProcessor):
         return _changed(processor, batch_size=1, generated_ngrams=[processor.generated_ngrams[row]])
-    elif isinstance(processor, stock.PrefixConstrainedLogitsProcessor):
-        allowed, beams = processor._prefix_allowed_tokens_fn, processor._num_beams
-        return stock.PrefixConstrainedLogitsProcessor(lambda _batch, ids: allowed(row // beams, ids), 1)
     return processor
 
 
