@@ -1,16 +1,14 @@
-"""What counts as running out of memory, and advice on the allocator."""
+"""What counts as running out of memory."""
 
 from __future__ import annotations
 
-import logging
 import platform
 
 import pytest
 import torch
 
 from eagle31_hf.loop.survive import is_out_of_memory
-from eagle31_hf.memory import cards
-from eagle31_hf.memory.cards import allocator_advice, driver_spills
+from eagle31_hf.memory.cards import driver_spills
 
 RAN_OUT: list[BaseException] = [
     torch.OutOfMemoryError("CUDA out of memory."),
@@ -44,28 +42,6 @@ def test_what_this_machine_says_is_recognised() -> None:
     assert is_out_of_memory(caught.value)
 
 
-# --- allocator --------------------------------------------------------------------------------------------------------
-
-EXPANDABLE = "max_split_size_mb:128, expandable_segments:True"
-
-
-@pytest.mark.parametrize(
-    ("settings", "spills", "said"),
-    [
-        ("", False, ["expandable_segments:True"]),
-        ("expandable_segments:False", False, ["expandable_segments:True"]),
-        (EXPANDABLE, False, []),
-        ("backend:cudaMallocAsync", False, []),
-        ("", True, ["Sysmem Fallback"]),
-        (EXPANDABLE, True, ["Sysmem Fallback"]),
-    ],
-)
-def test_advice_fits_the_machine(settings: str, spills: bool, said: list[str]) -> None:
-    advice = allocator_advice(settings, spills=spills)
-    assert len(advice) == len(said)
-    assert all(words in line for words, line in zip(said, advice, strict=True))
-
-
 @pytest.mark.parametrize(
     ("system", "release", "spills"),
     [("Windows", "11", True), ("Linux", "6.6.87-microsoft-standard-WSL2", True), ("Linux", "6.8.0-generic", False)],
@@ -74,19 +50,3 @@ def test_drivers_of_windows_spill(monkeypatch: pytest.MonkeyPatch, system: str, 
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(platform, "release", lambda: release)
     assert driver_spills() == spills
-
-
-@pytest.mark.parametrize("variable", [None, *cards.VARIABLES])
-def test_advice_is_given_once_for_cuda_only_where_the_environment_does_not_follow_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str | None
-) -> None:
-    caplog.set_level(logging.WARNING, "eagle31_hf")
-    monkeypatch.setattr(cards, "_advised", set())
-    monkeypatch.setattr(cards, "driver_spills", lambda: False)
-    for name in cards.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    if variable is not None:
-        monkeypatch.setenv(variable, EXPANDABLE)
-    for device in ("cpu", "mps", "cuda", "cuda:0"):
-        cards.advise_once(torch.device(device))
-    assert len(caplog.records) == (variable is None)

@@ -26,7 +26,6 @@ from ..drafter.assistant import DEFAULT_AT, Assistant, NotCopiedDict
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import UnsupportedGenerationError, first_line
 from ..memory.apply_plan import plan_mismatch_reason
-from ..memory.cards import advise_once
 from ..stats import SpeculationStats
 from .call import AssistedCall, Call
 from .own import write_own
@@ -152,7 +151,6 @@ def _serve(call: Call) -> Any:
     """Hand the call to the loop that serves it exactly."""
     why = why_plain(call)
     stats = call.drafter.stats = SpeculationStats(loop="plain" if why else "own", reason=why)
-    advise_once(call.input_ids.device)
     _compare_with_plan(call, stats)
     if why not in ("", ASKED_FOR):
         _say_once(why, f"using plain decoding: {why}")
