@@ -20,6 +20,7 @@ from eagle31_hf.memory import MemoryPlan, plan_memory
 from eagle31_hf.memory.cards import Card
 from eagle31_hf.memory.dry_run import StorageCounter
 from eagle31_hf.memory.ledger import RUNNING
+from eagle31_hf.memory.plan import PARTS
 from eagle31_hf.memory.weights import SCHEMES, storage_bytes
 from helpers import left_padded
 from random_pair import SIZES, counted_on, counting_drafter, llama_config, random_target
@@ -131,10 +132,9 @@ def write(target: Any, assistant: Any, prompts: dict[str, Tensor]) -> Tensor:
 
 
 def planned_weights(plan: MemoryPlan) -> int:
-    """Bytes of target and drafter: what is alive from loading to the end."""
-    packing_up = ("runtime", "one tensor before packing")
-    terms = (term for term in plan.ledger if "load" in term.moments)
-    return sum(term.num_bytes for term in terms if term.name not in packing_up)
+    """Bytes of target and drafter."""
+    parts = (*PARTS["target"], *PARTS["drafter"])
+    return sum(term.num_bytes for term in plan.ledger if term.name.startswith(parts))
 
 
 def planned_drafter(target: Any, plan: MemoryPlan) -> Eagle31Drafter:

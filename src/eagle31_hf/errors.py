@@ -71,7 +71,7 @@ class MemoryPlanError(Eagle31Error, ValueError):
 if TYPE_CHECKING:
 
     class OutOfMemoryError(Eagle31Error, torch.OutOfMemoryError):
-        """Memory ran out during a generation, and everything that could be given up was. Says what took it."""
+        """Memory ran out during a generation, although all was given up that could be. Says which steps."""
 
 
 def __getattr__(name: str) -> Any:
@@ -85,7 +85,7 @@ def __getattr__(name: str) -> Any:
     return made
 
 
-_OUT_OF_MEMORY = "Memory ran out during a generation, and everything that could be given up was. Says what took it."
+_OUT_OF_MEMORY = "Memory ran out during a generation, although all was given up that could be. Says which steps."
 
 
 class PublishingError(Eagle31Error, RuntimeError):

@@ -48,7 +48,7 @@ def test_weights_and_cache_are_those_of_the_loaded_head(pair) -> None:
     width = target.config.hidden_size
     session.absorb(torch.arange(9)[None], torch.randn(1, 9, width), [9])
     kept = sum(layer.num_bytes for layer in session.cache.attending)
-    assert facts.count(Forward(9, 64, capacity=64, block=session.cache.block)).cache == kept > 0
+    assert facts.count(Forward(9, 64, block=session.cache.block)).cache == kept > 0
 
 
 PACKINGS = {
@@ -112,7 +112,7 @@ def test_targets_known_by_name_have_their_familys_head(name: str, parameters: in
     assert plan.drafter is not None
     assert "MTP head" in plan.drafter.name
     assert plan.drafter.weight_bytes(SCHEMES["bf16"]) == pytest.approx(2 * parameters, rel=0.001)
-    assert plan.drafter.count(Forward(8, 1000, capacity=1000, block=8)).cache == 1000 * cached * 2
+    assert plan.drafter.count(Forward(8, 1000, block=8)).cache == 1000 * cached * 2
     assert plan_memory(name, drafter="mtp", card="RTX 4090", context=64).drafter.name == plan.drafter.name
 
 

@@ -127,8 +127,8 @@ def trace_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
 
 
 def predicted_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
-    sizes = {"capacity": run.capacity, "block": max(run.chunk, run.nodes), "batch": run.batch,
-             "cache_type": run.cache_type, "grows": run.slab is not None}  # fmt: skip
+    sizes = {"block": max(run.chunk, run.nodes), "batch": run.batch, "cache_type": run.cache_type,
+             "grows": run.slab is not None}  # fmt: skip
     forwards = dry_run_of(config, SCHEMES["bf16"])
     prefill = forwards.count(Forward(run.chunk, run.prompt, **sizes))
     verify = forwards.count(Forward(run.nodes, run.capacity, verifies=True, **sizes))

@@ -35,4 +35,4 @@ def test_the_cache_of_a_run_is_planned_to_the_byte(shared: int) -> None:
     cache = max(made, key=lambda each: each.num_bytes)
     taken = sum(layer.num_bytes for layer in cache.layers)
     forwards, capacity = dry_run_of(config, SCHEMES["fp32"]), cache.capacity
-    assert taken == forwards.count(Forward(8, capacity, capacity=capacity, block=cache.block)).cache
+    assert taken == forwards.count(Forward(8, capacity, block=cache.block)).cache

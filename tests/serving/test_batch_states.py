@@ -53,7 +53,7 @@ def test_what_serve_holds_is_planned(rows: int) -> None:
         found = sum(layer.state_bytes for layer in layers)
     ledger = ledger_of(drafter, MemorySettings(64, rows, 4))
     planned = sum(term.num_bytes for term in ledger if "states" in term.name and UPDATE in term.moments)
-    one_set = rows * read_target(target).forward.count(Forward(5, 64, capacity=64, block=16)).states
+    one_set = rows * read_target(target).forward.count(Forward(5, 64, block=16)).states
     assert found * 0.98 <= planned <= found + one_set, "no more than a set of each row too many"
 
 

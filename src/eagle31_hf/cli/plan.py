@@ -40,7 +40,7 @@ class PlanOptions:
         metavar="TOKENS",
     )
     batch: int = option(1, "Rows.")
-    draft_tokens: int | None = option(None, "Draft depth, 0 for none; default: what fits.")
+    draft_tokens: int | None = option(None, "Draft depth, 0 for none; default: as drafted.")
     tree_width: int | None = option(None, "Children per draft token; 1 drafts a chain.")
     tree_size: int | None = option(None, "Tokens verified per round with a tree.")
     prefill_chunk: int | None = option(None, "Prompt tokens per forward; default: what fits.")

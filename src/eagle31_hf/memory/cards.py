@@ -224,4 +224,3 @@ def best_kind() -> str:
 def driver_spills() -> bool:
     """Whether the driver moves to main memory, without an error and ten times slower, instead of running out."""
     return platform.system() == "Windows" or "microsoft" in platform.release().lower()
-

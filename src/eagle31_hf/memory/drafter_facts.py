@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..checkpoints.mtp_network import MtpNetwork
 from ..config import Eagle31Config, MtpConfig
 from ..errors import MemoryPlanError
 from ..targets.fresh_drafter import default_config
-from .dry_run import CountedForwards, Forward, ForwardBytes, FusedKernels, StorageCounter, read_before
+from .dry_run import CountedForwards, Forward, ForwardBytes, counting, run_over
 from .target_facts import TargetFacts
 from .weights import Quantization
 
@@ -77,17 +78,13 @@ class DrafterFacts(CountedForwards):
         return _matrix_bytes(precision, self.head) if self.head else 0
 
     def _run_over_our_cache(self, forward: Forward) -> ForwardBytes:
-        with torch.no_grad(), StorageCounter() as counter, FusedKernels():
+        with counting() as counter:
             kinds = LayerKinds(tuple(map(LayerKind, self.windows)))
             cache = SpeculativeCache(
                 kinds, batch_size=forward.batch, capacity=forward.slots, block=forward.block,
                 slab=1 if forward.grows else None, device="meta",
             )  # fmt: skip
-            read_before(forward, cache, lambda tokens: self._read(forward, cache, tokens))
-            counter.restart_peak()
-            cache.place(forward.tokens)
-            self._read(forward, cache, forward.tokens)
-            alive = tuple(live - cache.num_bytes for live in counter.steps)
+            _, alive = run_over(cache, forward, partial(self._read, forward, cache), counter)
         kept = [layer.num_bytes for layer in cache.attending]
         return ForwardBytes(alive, sum(kept), max(kept, default=0))
 
@@ -119,10 +116,11 @@ def read_drafter(drafter: Any, target: TargetFacts) -> DrafterFacts:
     """
     config, offsets = _config_and_map(drafter, target)
     same_tokens = config.vocab_size == target.vocab_size or config.knows_vocabulary_of(target.vocab_size)
-    if config.target_hidden_size != target.hidden_size or not same_tokens:
+    width = target.forward.text.hidden_size
+    if config.target_hidden_size != width or not same_tokens:
         raise MemoryPlanError(
             f"the drafter was made for hidden size {config.target_hidden_size} and {config.vocab_size} tokens, target "
-            f"{target.name} has {target.hidden_size} and {target.vocab_size}; plan with a drafter made for it"
+            f"{target.name} has {width} and {target.vocab_size}; plan with a drafter made for it"
         )
     # Of a head inside a target the first rows of the LM head are read in place.
     copies_rows = isinstance(config, MtpConfig) and offsets is not None and bool(offsets.any())

@@ -14,9 +14,7 @@ that no operation has made (a file mapped into memory).
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,18 +26,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache.grouped_attention import attending_grouped, decoder_of
 from ..cache.spans import kinds_from_config
 from ..cache.speculative import SpeculativeCache
 from ..cache.states import CONVOLUTION, StateLayer
-from ..cache.stock import read_stock_layers
 from ..cache.torch_internals import TorchDispatchMode
 from ..checkpoints.hub import target_class
 from ..errors import IncompatibleTargetError, MemoryPlanError, first_line
 from ..targets.binding import cache_argument
 from ..targets.mixers import Mixers
+from ..targets.self_test import FAILURES
 from .weights import Quantization
 
 _MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
@@ -103,14 +101,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 READ_BEFORE = 2
 """Tokens read before a measured forward: they allocate what a cache holds already."""
 
-ONE_BY_ONE = (32, 64)
-"""Tokens by which those that are read one after the other are counted."""
-
 LENGTHS_APART = 64
 """Slots between the two lengths that are counted."""
-
-_FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError,
-             IncompatibleTargetError)  # fmt: skip
 
 
 class FusedKernels(TorchFunctionMode):
@@ -129,12 +121,18 @@ class FusedKernels(TorchFunctionMode):
         return query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
 
 
+@contextmanager
+def counting() -> Iterator[StorageCounter]:
+    """While open, what forwards take is counted as eager code takes it on a device."""
+    with torch.no_grad(), StorageCounter() as counter, FusedKernels():
+        yield counter
+
+
 @dataclass(frozen=True)
 class Forward:
     """A forward over `tokens` of each row, where rows have `slots` with them.
 
     Attributes:
-        capacity: slots a row may get; windows that none can outgrow are stored as full layers.
         block: most tokens between two commits.
         batch: rows. Several are of unlike length, so that each has a mask of its own.
         verifies: the tokens are drafts, all of whose logits are wanted.
@@ -143,7 +141,6 @@ class Forward:
 
     tokens: int
     slots: int
-    capacity: int
     block: int
     batch: int = 1
     cache_type: str = "full"
@@ -181,8 +178,16 @@ class ForwardBytes:
         return max(self.alive)
 
 
-def read_before(forward: Forward, cache: SpeculativeCache, read: Callable[[int], object]) -> None:
-    """Give rows what they have before the forward: `read` of a few tokens makes every layer's buffers."""
+def run_over(
+    cache: SpeculativeCache,
+    forward: Forward,
+    read: Callable[[int], Tensor],
+    counter: StorageCounter,
+    *,
+    is_draft: bool = False,
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Run a forward by `read`, which is told how many tokens to read: its logits, and what was alive at each of its
+    steps beside the cache. A few tokens before it make every layer's buffers."""
     before = forward.slots - forward.tokens
     if first := min(READ_BEFORE, before):
         cache.place(first)
@@ -190,6 +195,10 @@ def read_before(forward: Forward, cache: SpeculativeCache, read: Callable[[int],
         cache.commit(first)
         cache.make_room(before)
         cache.placement.set_lengths([before] + [before - 1] * (forward.batch - 1))
+    counter.restart_peak()
+    cache.place(forward.tokens, is_draft=is_draft)
+    logits = read(forward.tokens)
+    return logits, tuple(live - cache.num_bytes for live in counter.steps)
 
 
 class CountedForwards:
@@ -198,12 +207,12 @@ class CountedForwards:
     Args:
         name: of what is run.
         windows: slots that each layer sees back; `None`: all.
-        ways: to run a forward; the first that can is taken from then on, or the last one.
+        ways: to run a forward; the first that can is taken from then on.
     """
 
     def __init__(self, name: str, windows: Sequence[int | None], ways: Sequence[Callable[[Forward], ForwardBytes]]):
         self.windows, self._name, self._ways = tuple(windows), name, list(ways)
-        self._turns, self._counts = threading.Lock(), dict[Forward, ForwardBytes]()
+        self._count = lru_cache(maxsize=None)(self._run)
 
     def count(self, forward: Forward) -> ForwardBytes:
         """What a forward takes, by two of other lengths.
@@ -211,14 +220,15 @@ class CountedForwards:
         Raises:
             MemoryPlanError: it does not run without memory.
         """
-        tokens, slots, capacity = forward.tokens, forward.slots, forward.capacity
-        outgrown = [window for window in self.windows if window is not None and window < capacity]
-        others = [window for window in self.windows if window is not None and window >= capacity]
+        tokens, slots = forward.tokens, forward.slots
+        windows = [window for window in self.windows if window is not None]
+        outgrown = [window for window in windows if window < slots]
+        others = [window for window in windows if window >= slots]  # such layers are stored as full ones
         block = max(forward.block if outgrown else tokens, READ_BEFORE)  # elsewhere it changes nothing
         least = max([tokens, *(window + block for window in outgrown)]) + READ_BEFORE
         most = max(min(others, default=least + LENGTHS_APART), tokens)
         first, second = min(least, most), min(least + LENGTHS_APART, most)
-        low, high = (self._count(replace(forward, slots=at, capacity=at, block=block)) for at in (first, second))
+        low, high = (self._count(replace(forward, slots=at, block=block)) for at in (first, second))
         if first == second:
             return low
         if len(low.alive) != len(high.alive):  # longer rows take more steps
@@ -230,25 +240,19 @@ class CountedForwards:
         rest = {each.name: at_slots(getattr(low, each.name), getattr(high, each.name)) for each in fields(low)[1:]}
         return ForwardBytes(tuple(map(at_slots, low.alive, high.alive)), **rest)
 
-    def _count(self, forward: Forward) -> ForwardBytes:
-        with self._turns:
-            if forward not in self._counts:
-                self._counts[forward] = self._run(forward)
-            return self._counts[forward]
-
     def _run(self, forward: Forward) -> ForwardBytes:
         failures: list[Exception] = []
         for way in self._ways:
             try:
                 count = way(forward)
-            except _FAILURES as error:
+            except FAILURES as error:
                 failures.append(error)
             else:
-                self._ways = list(dict.fromkeys((way, self._ways[-1])))
+                self._ways = [way]
                 return count
         raise MemoryPlanError(
-            f"what {self._name} takes cannot be counted without running it ({first_line(failures[0])[:160]}); drafting "
-            "works without a plan"
+            f"what {self._name} takes cannot be counted without running it ({first_line(failures[0])[:160]}); leave "
+            "the plan out, generate works without one"
         ) from failures[0]
 
 
@@ -259,7 +263,7 @@ class DryRun(CountedForwards):
         model: of the target's configuration, on the meta device.
 
     Raises:
-        MemoryPlanError: it has layers that no draft can be verified on.
+        MemoryPlanError: it has layers that no draft can be verified on, so that it is decoded plainly.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -272,13 +276,14 @@ class DryRun(CountedForwards):
         except IncompatibleTargetError as error:
             raise MemoryPlanError(str(error)) from error
         mixers = Mixers(self.model)
-        self.has_states = any(kind.num_states for kind in kinds.layers)
-        self.is_decoded_plainly = bool(mixers.unrecorded)
+        unrecorded = mixers.unrecorded
         mixers.let_go()
+        if unrecorded:
+            raise MemoryPlanError(f"{unrecorded}, so it is decoded plainly; plans are for drafts, leave the plan out")
+        self.has_states = any(kind.num_states for kind in kinds.layers)
         self._computed = _skip_layers_alike(self.model, self.text)
-        ours = [partial(self._run_over_our_cache, masks_by_type=each) for each in (None, True, False)]
-        windows = [kind.window for kind in kinds.layers]
-        super().__init__(type(model).__name__, windows, [*ours, self._run_over_a_stock_cache])
+        ways = [partial(self._run_over_our_cache, masks_by_type=each) for each in (None, True, False)]
+        super().__init__(type(model).__name__, [kind.window for kind in kinds.layers], ways)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -287,45 +292,32 @@ class DryRun(CountedForwards):
         fields = self.text.model_type, getattr(self.text, "tie_word_embeddings", None), shapes
         return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
 
-    def count(self, forward: Forward) -> ForwardBytes:
-        """As of `CountedForwards`."""
-        if not self.is_decoded_plainly or forward.tokens <= ONE_BY_ONE[1]:
-            return super().count(forward)
-        # Read one after the other, which takes long here, too.
-        few, more = (super(DryRun, self).count(replace(forward, tokens=number)) for number in ONE_BY_ONE)
-        of_a_token = (more.activations - few.activations) // (ONE_BY_ONE[1] - ONE_BY_ONE[0])
-        return replace(more, alive=(more.activations + of_a_token * (forward.tokens - ONE_BY_ONE[1]),))
-
     def _run_over_our_cache(self, forward: Forward, masks_by_type: bool | None) -> ForwardBytes:
         model = self.model
-        argument, is_draft = cache_argument(model), forward.verifies and not self.is_decoded_plainly
+        argument = cache_argument(model)
 
-        def read(tokens: int, logits_to_keep: int) -> Tensor:
+        def read(tokens: int) -> Tensor:
             return model(
                 torch.zeros(forward.batch, tokens, dtype=torch.long, device="meta"),
                 attention_mask=cache.attention_mask(dtype=model.dtype),
                 position_ids=cache.position_ids(),
                 use_cache=True,
-                logits_to_keep=logits_to_keep,
+                logits_to_keep=0 if forward.verifies else forward.batch,
                 **{argument: cache},
             ).logits
 
-        with self._counted() as counter:
+        with counting() as counter, self._as_in_the_loop():
             cache = SpeculativeCache.from_config(
                 self.text, batch_size=forward.batch, capacity=forward.slots, block=forward.block,
                 slab=1 if forward.grows else None, masks_by_type=masks_by_type, cache_type=forward.cache_type,
                 device="meta",
             )  # fmt: skip
-            read_before(forward, cache, lambda tokens: read(tokens, 1))
-            counter.restart_peak()
-            cache.place(forward.tokens, is_draft=is_draft)
-            logits = read(forward.tokens, 0 if forward.verifies else forward.batch)
-            alive = tuple(live - cache.num_bytes for live in counter.steps)
+            logits, alive = run_over(cache, forward, read, counter, is_draft=forward.verifies)
             layers: list[Any] = [cache.layers[index] for index in self._computed]
             kept = [layer.num_bytes for layer in layers if layer in cache.attending]
             with_states: list[StateLayer] = [layer for layer in layers if layer in cache.with_states]
             states = sum(map(_committed_bytes, with_states))
-            is_chain = is_draft and forward.tokens > 1
+            is_chain = forward.verifies and forward.tokens > 1
             recorded = sum(layer.state_bytes for layer in with_states) - 2 * states if is_chain else 0
             windows = sum(_committed_bytes(layer, CONVOLUTION) for layer in with_states if layer.trace().recorded)
             counter.restart_peak()
@@ -343,38 +335,19 @@ class DryRun(CountedForwards):
             logits=logits[:, -1].nbytes,
         )
 
-    def _run_over_a_stock_cache(self, forward: Forward) -> ForwardBytes:
-        """As plain `generate` reads: some take no mask but their own, and are decoded so."""
-        model, cache = self.model, DynamicCache(config=self.text)
-        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        with self._counted() as counter:
-            ids = torch.zeros(forward.batch, forward.tokens, dtype=torch.long, device="meta")
-            wanted = {"logits_to_keep": 0 if forward.verifies else 1} if keeps else {}
-            logits = model(ids, use_cache=True, **wanted, **{cache_argument(model): cache}).logits
-        held = read_stock_layers(cache, forward.batch)
-        computed = {index: sum(map(_bytes_of, (layer.keys, layer.values))) for index, layer in held.items()}
-        kept = [computed.get(index, 0) * forward.slots // forward.tokens for index in self._computed]
-        alive = tuple(live - sum(computed.values()) for live in counter.steps)
-        return ForwardBytes(alive, sum(kept), max(kept), logits=logits[:, -1].nbytes)
-
     @contextmanager
-    def _counted(self) -> Iterator[StorageCounter]:
-        """Storages are counted, and the model attends and keeps states as it does in the loop."""
-        model = self.model
-        mixers = Mixers(model)
+    def _as_in_the_loop(self) -> Iterator[None]:
+        """While open, the model attends and keeps states as it does there."""
+        mixers = Mixers(self.model)
         try:
-            with torch.no_grad(), StorageCounter() as counter, FusedKernels(), attending_grouped(model):
-                yield counter
+            with attending_grouped(self.model):
+                yield
         finally:
             mixers.let_go()
 
 
 def _committed_bytes(layer: StateLayer, kind: str | None = None) -> int:
     return sum(state.nbytes for key, state in layer.committed.items() if kind in (None, key[0]))
-
-
-def _bytes_of(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.nbytes
 
 
 def _skip_layers_alike(model: Any, text: Any) -> Sequence[int]:
@@ -412,20 +385,18 @@ def _skip_layers_alike(model: Any, text: Any) -> Sequence[int]:
     return computed
 
 
-def dry_run_of(config: PreTrainedConfig, packing: Quantization, attention: str | None = None) -> DryRun:
-    """That of a configuration, in the scheme's dtype; what it has counted is counted once.
-
-    Args:
-        attention: `attn_implementation`. The run attends by SDPA where it can, unless scores are made (`"eager"`).
+def dry_run_of(config: PreTrainedConfig, packing: Quantization) -> DryRun:
+    """That of a configuration, in the scheme's dtype; what it has counted is counted once. It attends by SDPA where it
+    can, unless the configuration says `"eager"`.
 
     Raises:
         MemoryPlanError: transformers makes no model of it, or as of `DryRun`.
     """
-    wanted = attention or getattr(config.get_text_config(decoder=True), "_attn_implementation", None)
+    attention = getattr(config.get_text_config(decoder=True), "_attn_implementation", None)
     config_class: Any = type(config)
     # Unlike transformers' own text of the fields this one reads back as it was where one is infinite.
     fields_json = json.dumps(config.to_dict(), default=str)
-    return _dry_run(config_class, fields_json, packing.torch_dtype, "eager" if wanted == "eager" else None)
+    return _dry_run(config_class, fields_json, packing.torch_dtype, "eager" if attention == "eager" else None)
 
 
 @lru_cache(maxsize=16)

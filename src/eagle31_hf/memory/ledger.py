@@ -2,7 +2,6 @@
 
 The peak is the moment whose terms add up to most. Moments follow one generation of our own loop:
 
-    load              weights arrive, one tensor of them not yet packed
     prefill chunk     the target reads a chunk of the prompt
     drafter prefill   the drafter reads the same chunk's hidden states
     verify            the target's forward over the draft's nodes
@@ -25,16 +24,13 @@ from .dry_run import Forward
 from .target_facts import TargetFacts
 from .weights import FORMULAS, Quantization, scheme
 
-LOAD, PREFILL, DRAFTER_PREFILL = "load", "prefill chunk", "drafter prefill"
+PREFILL, DRAFTER_PREFILL = "prefill chunk", "drafter prefill"
 VERIFY, ACCEPT, UPDATE, DRAFT = "verify", "accept", "drafter update", "draft"
 RUNNING = (PREFILL, DRAFTER_PREFILL, VERIFY, ACCEPT, UPDATE, DRAFT)
 BETWEEN = "between texts"
-KEPT = (*RUNNING, BETWEEN)
-MOMENTS = (LOAD, *KEPT)
+MOMENTS = (*RUNNING, BETWEEN)
 ROUND = (VERIFY, ACCEPT, UPDATE, DRAFT)
 
-# Checkpoints of the other methods are packed already.
-_PACKED_WHILE_LOADING = ("bnb-int8", "bnb-nf4", "bnb-fp4")
 _COUNTED = "counted by a run without memory"
 ACCEPT_BYTES = 4 + 4 + 4 + 8 + 4 + 2
 """For each logit: fp32 scores before and after, a sorted copy and its ids, their sums, and which of them go, twice."""
@@ -87,10 +83,6 @@ class MemorySettings:
         return self.shape.target_capacity(self.context)
 
     @property
-    def drafter_capacity(self) -> int:
-        return self.shape.drafter_capacity(self.context)
-
-    @property
     def chunk(self) -> int:
         return min(self.prefill_chunk, self.context)
 
@@ -113,11 +105,9 @@ def build_ledger(
 
 
 def captures_steps(target: TargetFacts, card: Card, settings: MemorySettings) -> bool:
-    """Whether rounds are captured as CUDA graphs unless somebody asks for eager ones: LLM.int8 waits for the device,
-    and targets whose recurrent states cannot be recorded are decoded plainly."""
-    waits = target.quantization.method == "bnb-int8"
-    is_captured = settings.cache_type == "full" and not waits and not target.forward.is_decoded_plainly
-    return settings.speculates and card.kind == "cuda" and is_captured
+    """Whether rounds are captured as CUDA graphs unless somebody asks for eager ones: LLM.int8 waits for the device."""
+    can_be = settings.cache_type == "full" and target.quantization.method != "bnb-int8"
+    return settings.speculates and card.kind == "cuda" and can_be
 
 
 def drafter_quantization(target: TargetFacts, precision: str) -> Quantization:
@@ -133,10 +123,10 @@ class _Ledger:
         self.target, self.drafter, self.card, self.settings = target, drafter, card, settings
         self.batch, self.nodes, self.chunk = settings.batch, settings.shape.nodes, settings.chunk
         self.captured = drafter is not None and captures_steps(target, card, settings)
-        self.kept = KEPT if self.captured else RUNNING
+        self.kept = MOMENTS if self.captured else RUNNING
         slots, block, cache_type = settings.cache_capacity, settings.shape.block(self.chunk), settings.cache_type
-        verify = Forward(self.nodes, slots, slots, block, self.batch, cache_type, verifies=True, grows=False)
-        self.prefill = target.forward.count(Forward(self.chunk, settings.context, slots, block, self.batch, cache_type))
+        verify = Forward(self.nodes, slots, block, self.batch, cache_type, verifies=True, grows=False)
+        self.prefill = target.forward.count(Forward(self.chunk, settings.context, block, self.batch, cache_type))
         self.verify, self.held = target.forward.count(verify), target.forward.count(self._kept_rows(verify))
         read = drafter.aux_width if drafter is not None and settings.speculates else 0
         self.tapped = read * target.quantization.dtype_bytes
@@ -158,24 +148,23 @@ class _Ledger:
         """Where steps are captured, keys and values stay for the next text, in rows of whole steps of 256 slots."""
         if not self.captured:
             return forward
-        capacity, block, _ = cache_size(forward.capacity, forward.block, exact=True)
-        return replace(forward, slots=capacity, capacity=capacity, block=block)
+        capacity, block, _ = cache_size(forward.slots, forward.block, exact=True)
+        return replace(forward, slots=capacity, block=block)
 
     # --- target ------------------------------------------------------------------------------------------------------
 
     def _weights(self) -> list[LedgerTerm]:
         target, weights, packing = self.target, self.target.weights, self.target.quantization
         plain = "storages of the loaded model" if target.loaded else f"elements * {packing.dtype_bytes}"
-        on_the_fly = weights.largest_tensor if not target.loaded and packing.method in _PACKED_WHILE_LOADING else 0
         return [
             LedgerTerm(f"target weights, {packing.name}", weights.packed, FORMULAS[packing.method], MOMENTS),
             LedgerTerm("target experts, not packed", weights.experts, f"elements * {packing.dtype_bytes}", MOMENTS),
             LedgerTerm("target weights, not packed", weights.plain, plain, MOMENTS),
-            LedgerTerm("one tensor before packing", on_the_fly, f"n * {packing.dtype_bytes}", (LOAD,)),
         ]
 
     def _target(self) -> list[LedgerTerm]:
         settings, batch, verify, prefill = self.settings, self.batch, self.verify, self.prefill
+        packing, matrices = self.target.quantization, [self.target.weights.largest_packed]
         rows, vocabulary = batch * self.nodes, self.target.vocab_size
         depth = settings.shape.depth
         ahead = 2 * depth + 1 if self.captured else depth + 1  # a graph drafts again behind all that it may accept
@@ -195,15 +184,17 @@ class _Ledger:
             LedgerTerm("acceptance", accept, f"B*N*V * {ACCEPT_BYTES} + hidden states", (ACCEPT,)),
             LedgerTerm("sampling noise", noise, "(16 + K + 1, by graphs 2K + 1) * B*V * 4, of one row twice", ROUND),
             LedgerTerm("kept scores", rows * vocabulary * 4, "B*N*V * 4", (UPDATE,)),
-            self._workspace(batch * self.chunk, PREFILL),
-            self._workspace(rows, VERIFY),
+            self._workspace(packing, matrices, batch * self.chunk, PREFILL),
+            self._workspace(packing, matrices, rows, VERIFY),
         ]  # fmt: skip
 
-    def _workspace(self, tokens: int, moment: str) -> LedgerTerm:
-        rows, columns = self.target.weights.largest_packed
-        needed = self.target.quantization.workspace_bytes(rows, columns, tokens) if rows else 0
+    def _workspace(
+        self, packing: Quantization, matrices: Sequence[tuple[int, int]], tokens: int, moment: str, whose: str = ""
+    ) -> LedgerTerm:
+        """What a product with a packed matrix takes."""
+        needed, (rows, columns) = max((packing.workspace_bytes(*matrix, tokens), matrix) for matrix in matrices)
         formula = f"largest packed matrix, {rows} x {columns}"
-        return LedgerTerm(f"unpacking workspace, {moment}", needed, formula, (moment,))
+        return LedgerTerm(f"{whose}unpacking workspace, {moment}", needed, formula, (moment,))
 
     def _states(self) -> list[LedgerTerm]:
         """Recurrent and convolution states. Where steps are captured, those of each row stay for the next text."""
@@ -220,7 +211,12 @@ class _Ledger:
     # --- drafter -----------------------------------------------------------------------------------------------------
 
     def _drafter(self, drafter: DrafterFacts) -> list[LedgerTerm]:
-        settings, chunk = self.settings, self.chunk
+        settings, batch, chunk, linears = self.settings, self.batch, self.chunk, drafter.linears
+        # The head sees the last token of a prompt or of a round only.
+        with_head = [*linears, drafter.head] if drafter.head else linears
+        # Only CUDA kernels multiply 4-bit weights with a few tokens as they are; the others unpack them for any number.
+        fewest = 1 if self.card.kind == "cuda" else 5
+        updated, stepped = max(batch * (settings.draft_tokens + 1), fewest), max(batch * settings.shape.top_k, fewest)
         precision = drafter_quantization(self.target, settings.drafter_precision)
         matrices = f"matrices: {FORMULAS[precision.method]}; fc, norms, embedding: elements * {precision.dtype_bytes}"
         held = drafter.count(self._kept_rows(self._drafter_forward(settings.shape.draft_block)))
@@ -234,13 +230,15 @@ class _Ledger:
             LedgerTerm("draft activations", self._step(drafter), _COUNTED, (DRAFT,)),
             LedgerTerm("drafter layer moving to a larger buffer", held.largest_layer, "its keys and values",
                        (UPDATE, DRAFT)),
-            *self._drafter_workspaces(drafter, precision),
+            self._workspace(precision, linears, batch * chunk, DRAFTER_PREFILL, "drafter "),
+            self._workspace(precision, linears, updated, UPDATE, "drafter "),
+            self._workspace(precision, with_head, stepped, DRAFT, "drafter "),
         ]  # fmt: skip
 
     def _drafter_forward(self, tokens: int, *, verifies: bool = False) -> Forward:
         settings = self.settings
-        slots, block = settings.drafter_capacity, settings.shape.drafter_block(self.chunk)
-        return Forward(tokens, slots, slots, block, self.batch, verifies=verifies, grows=False)
+        slots, block = settings.shape.drafter_capacity(settings.context), settings.shape.drafter_block(self.chunk)
+        return Forward(tokens, slots, block, self.batch, verifies=verifies, grows=False)
 
     def _update(self, drafter: DrafterFacts) -> int:
         forward = self._drafter_forward(self.settings.draft_tokens + 1)
@@ -248,26 +246,6 @@ class _Ledger:
 
     def _step(self, drafter: DrafterFacts) -> int:
         return drafter.count(self._drafter_forward(self.settings.shape.top_k, verifies=True)).activations
-
-    def _drafter_workspaces(self, drafter: DrafterFacts, precision: Quantization) -> list[LedgerTerm]:
-        """What a product with a packed matrix takes. The head sees the last token of a prompt or of a round only."""
-        settings, batch, head = self.settings, self.batch, (drafter.head,) if drafter.head else ()
-        work = {
-            DRAFTER_PREFILL: (drafter.linears, batch * self.chunk),
-            UPDATE: (drafter.linears, batch * (settings.draft_tokens + 1)),
-            DRAFT: ((*drafter.linears, *head), batch * settings.shape.top_k),
-        }
-        # Only CUDA kernels multiply 4-bit weights with a few tokens as they are; the others unpack them for any number.
-        fewest = 1 if self.card.kind == "cuda" else 5
-        return [
-            LedgerTerm(
-                f"drafter unpacking workspace, {moment}",
-                max(precision.workspace_bytes(rows, width, max(tokens, fewest)) for rows, width in matrices),
-                "largest packed matrix",
-                (moment,),
-            )
-            for moment, (matrices, tokens) in work.items()
-        ]
 
     # --- captured steps ----------------------------------------------------------------------------------------------
     #
@@ -294,7 +272,7 @@ class _Ledger:
         if verify.states:
             # Moving states on reads what was given of them and gives as many, whatever the length.
             own += (lengths + 1) * verify.given
-        return LedgerTerm("recordings", pool + own + workspace_bytes(self.card), RECORDINGS_FORMULA, KEPT)
+        return LedgerTerm("recordings", pool + own + workspace_bytes(self.card), RECORDINGS_FORMULA, MOMENTS)
 
     def _inputs_and_outputs(self) -> int:
         """Those of the steps for one length, drafts aside."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ from .dry_run import dry_run_of
 from .ledger import MOMENTS, RUNNING, LedgerTerm, MemorySettings, build_ledger, captures_steps
 from .target_facts import TargetFacts
 
+LARGEST_CONTEXT = 2**22
 NAMED_TERMS = 5
 """Of a ledger in one sentence."""
 
@@ -35,9 +37,9 @@ class MemoryPlan:
         target, drafter, card: what was planned for. `drafter` is `None` where none was asked for.
         settings: what a generation keeps to. Of a refusal: the smallest settings tried.
         margin_bytes: of the card, left free.
-        longest_context: tokens per row that fit with these settings (a limit of memory, not of training); 0 if none.
-        longest_by_cache: the same with the smallest settings that still draft, by how keys and values are stored. Up to
-            the first of them a plan keeps graphs, where there are any; 8-bit caches are read by eager steps.
+        longest_by_cache: `longest_context` with the smallest settings that still draft, by how keys and values are
+            stored. Up to the first of them a plan keeps graphs, where there are any; 8-bit caches are read by eager
+            steps.
         given_up: what was given up so that it fits, in words.
         alternatives: of a refusal, nearby plans that fit.
         warnings: what the user should know before loading.
@@ -48,7 +50,6 @@ class MemoryPlan:
     card: Card
     settings: MemorySettings
     margin_bytes: int
-    longest_context: int = 0
     longest_by_cache: tuple[tuple[str, int], ...] = ()
     given_up: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
@@ -84,6 +85,21 @@ class MemoryPlan:
     def fits(self) -> bool:
         """Whether the peak keeps within `budget_bytes`."""
         return self.peak_bytes <= self.budget_bytes
+
+    @cached_property
+    def longest_context(self) -> int:
+        """Tokens per row that fit with these settings (a limit of memory, not of training); 0 if none."""
+
+        def is_too_long(context: int) -> bool:
+            try:
+                return not replace(self, settings=replace(self.settings, context=context)).fits
+            except MemoryPlanError:  # a mask as a table, beyond whose end nothing can be read
+                return True
+
+        if not self.fits and is_too_long(1):
+            return 0
+        known = self.settings.context if self.fits else 1  # bytes only grow with it
+        return known + bisect_left(range(known + 1, LARGEST_CONTEXT + 1), True, key=is_too_long)
 
     @property
     def has_graphs(self) -> bool:
@@ -206,7 +222,7 @@ def ledger_rows(plan: MemoryPlan) -> list[tuple[str, ...]]:
 
 
 PARTS = {
-    "target": ("target weights", "target experts", "one tensor before packing"),
+    "target": ("target weights", "target experts"),
     "drafter": ("drafter weights", "draft head"),
     "caches": ("target cache", "drafter cache", "target states"),
     "graphs": ("recordings",),

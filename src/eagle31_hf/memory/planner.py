@@ -1,14 +1,13 @@
 """Does it fit? Bytes of target, drafter, caches and activations before anything is loaded, and the settings that fit.
 
 `plan_memory` needs no GPU and no weights. It keeps the context that was asked for and gives up the cheapest things
-first: prefill chunk, draft length, drafter precision, cache precision, and at last the drafter itself. If nothing fits,
-the plan is a refusal that names the largest term and the nearest plans that do.
+first: prefill chunk, drafter precision, cache precision, and at last the drafter itself. If nothing fits, the plan is a
+refusal that names the largest term and the nearest plans that do.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,16 +20,14 @@ from ..settings import CACHE_TYPES, Eagle31GenerationConfig
 from .cards import CARDS, Card, find_card
 from .drafter_facts import DrafterFacts, drafter_to_plan, read_drafter
 from .ledger import DRAFTER_PRECISIONS, MemorySettings, captures_steps
-from .plan import Alternative, MemoryPlan, size_text
+from .plan import LARGEST_CONTEXT, Alternative, MemoryPlan, size_text
 from .target_facts import TargetFacts, read_target
 from .weights import Quantization, scheme
 
 STORED_TYPES = CACHE_TYPES[1:]  # of keys and values, best first; "auto" leaves the choice to a plan
 PREFILL_CHUNKS = (2048, 1024, 512, 256)
-SHORT_DRAFT_TOKENS = 3
 DEFAULT_CONTEXT = 8192
-_LARGEST_CONTEXT = 2**22
-_LIMITS = {"context": _LARGEST_CONTEXT, "prefill_chunk": 2**22}  # of all else 4096
+_LIMITS = {"context": LARGEST_CONTEXT, "prefill_chunk": LARGEST_CONTEXT}  # of all else 4096
 # Tried, in this order, when the asked-for quantisation does not fit.
 _SMALLER_SCHEMES = ("8bit", "4bit")
 
@@ -55,9 +52,9 @@ class _Request:
 
         caches, chunks = tried("cache_type", STORED_TYPES), tried("prefill_chunk", PREFILL_CHUNKS)
         precisions = tried("drafter_precision", (*DRAFTER_PRECISIONS,))
-        choices = list(product(caches, precisions, tried("draft_tokens", (None, SHORT_DRAFT_TOKENS)), chunks))
+        choices = list(product(caches, precisions, tried("draft_tokens", (None,)), chunks))
         if "draft_tokens" not in asked:
-            choices += product(caches, ("full",), [0], chunks)
+            choices += product(caches, ("full",), (0,), chunks)
         found = []
         for cache, precision, depth, chunk in choices:
             settings = MemorySettings(
@@ -90,7 +87,6 @@ def plan_memory(
     cache_type: str | None = None,
     drafter_precision: str | None = None,
     margin: int | None = None,
-    attention: str | None = None,
 ) -> MemoryPlan:
     """Plan a run's memory. Needs no GPU and no weights.
 
@@ -106,7 +102,7 @@ def plan_memory(
             that is less.
         batch: rows.
         draft_tokens: depth of a draft, 0 for none; `None`: what is drafted by default (chains of up to 7 tokens and
-            trees of 8 nodes where steps are captured, chains of 12 on a CPU, else of 6), or a chain of 3 if that fits.
+            trees of 8 nodes where steps are captured, chains of 12 on a CPU, else of 6).
         tree_width: children per node of a tree; 1 is a chain, and `None` two if `tree_size` is given.
         tree_size: nodes verified per round, root included; `None`: by depth and width, or a chain, if `draft_tokens`
             alone was asked for.
@@ -114,7 +110,6 @@ def plan_memory(
         cache_type: of the target's cache, `"full"` or `"int8"`; `None`: full, or int8 where that does not fit.
         drafter_precision: `"full"`, `"int8"` or `"nf4"`; `None`: the first that fits of those that load.
         margin: bytes of the card to leave free; `None`: 3 % (1.5 GiB at least where the driver spills to main memory).
-        attention: the target's `attn_implementation`, if it is to differ from its config's.
 
     Returns:
         The plan. It may be a refusal (`plan.fits` is false): `plan.require_fit()` raises then, with the nearest plans.
@@ -130,11 +125,11 @@ def plan_memory(
     _check_name("cache_type", cache_type, STORED_TYPES)
     _check_name("drafter_precision", drafter_precision, (*DRAFTER_PRECISIONS,))
     found_card = find_card(card)
-    facts = read_target(target, quantization, attention=attention)
+    facts = read_target(target, quantization)
     asked["context"] = context = context or min(DEFAULT_CONTEXT, facts.max_position_embeddings or DEFAULT_CONTEXT)
     warnings = _warnings(facts, found_card, context)
     if not facts.loaded and (reason := _unpacked_reason(facts.quantization, found_card)):
-        packed, facts = facts, read_target(target, "bf16", attention=attention)
+        packed, facts = facts, read_target(target, "bf16")
         warnings.insert(0, f"{packed.quantization.name} is unpacked to bf16 while loading, because {reason}: "
                            f"{size_text(packed.weights.total)} become {size_text(facts.weights.total)}")  # fmt: skip
     request = _Request(
@@ -146,10 +141,9 @@ def plan_memory(
     )
     plan = request.choose()
     if not plan.fits:
-        plan = replace(plan, alternatives=_alternatives(request, target, attention))
+        plan = replace(plan, alternatives=_alternatives(request, target))
     return replace(
         plan,
-        longest_context=_longest_context(plan),
         longest_by_cache=_longest_by_cache(request) if plan.fits else (),
         given_up=_given_up(request, plan),
         warnings=tuple(warnings),
@@ -223,8 +217,6 @@ def _warnings(target: TargetFacts, card: Card, context: int) -> list[str]:
         )
     if packing.method == "fp8-block" and card.kind == "cuda" and card.compute_capability is None:
         found.append("FP8 stays packed only from compute capability 8.9 on (RTX 40 series); else it becomes bf16")
-    if target.forward.is_decoded_plainly:
-        found.append("its recurrent states cannot be taken back after a draft, so it is decoded plainly")
     trained = target.max_position_embeddings
     if trained and context > trained:
         found.append(f"context {context:,} is longer than the {trained:,} positions the target was trained for")
@@ -261,30 +253,15 @@ def _with_draft(request: _Request, depth: int | None, settings: MemorySettings) 
     )
 
 
-def _longest_context(plan: MemoryPlan) -> int:
-    """Most tokens per row that fit with the plan's other settings; 0: not even one does. Bytes only grow with it."""
-
-    def is_too_long(context: int) -> bool:
-        try:
-            return not replace(plan, settings=replace(plan.settings, context=context)).fits
-        except MemoryPlanError:  # a mask as a table, beyond whose end nothing can be read
-            return True
-
-    if not plan.fits and is_too_long(1):
-        return 0
-    known = plan.settings.context if plan.fits else 1
-    return known - 1 + bisect_left(range(known, _LARGEST_CONTEXT + 1), True, key=is_too_long)
-
-
 def _longest_by_cache(request: _Request) -> tuple[tuple[str, int], ...]:
-    """Of the smallest chunks and drafts, by type of the cache; packed drafters take room to be unpacked, so any may be
-    the smallest."""
+    """With the smallest chunks, by type of the cache; packed drafters take room to be unpacked, so any may be the
+    smallest."""
     drafting = [plan for plan in request.candidates if plan.settings.speculates]
     longest: dict[str, int] = {}
     for plan in drafting:
-        kind, last = plan.settings.cache_type, drafting[-1].settings
-        if (plan.settings.draft_tokens, plan.settings.prefill_chunk) == (last.draft_tokens, last.prefill_chunk):
-            longest[kind] = max(_longest_context(plan), longest.get(kind, 0))
+        if plan.settings.prefill_chunk == drafting[-1].settings.prefill_chunk:
+            kind = plan.settings.cache_type
+            longest[kind] = max(plan.longest_context, longest.get(kind, 0))
     return tuple(longest.items())
 
 
@@ -309,13 +286,13 @@ def _given_up(request: _Request, plan: MemoryPlan) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _alternatives(request: _Request, target: Any, attention: str | None) -> tuple[Alternative, ...]:
+def _alternatives(request: _Request, target: Any) -> tuple[Alternative, ...]:
     """Nearby plans that fit: a shorter context, a smaller quantisation, a larger card."""
     found = []
-    if shorter := _longest_context(request.candidates[-1]):
+    if shorter := request.candidates[-1].longest_context:
         found.append(Alternative("context", f"{shorter:,}"))
     schemes = () if request.target.loaded else _SMALLER_SCHEMES
-    packed = {each: replace(request, target=read_target(target, scheme(each), attention=attention)) for each in schemes}
+    packed = {each: replace(request, target=read_target(target, scheme(each))) for each in schemes}
     weights = request.target.weights.total
     fitting = (name for name, each in packed.items() if each.target.weights.total < weights and each.choose().fits)
     smaller, larger = next(fitting, None), _larger_card(request)

@@ -58,10 +58,6 @@ class TargetFacts:
         return sum(parameter.numel() for parameter in self.forward.model.parameters())
 
     @property
-    def hidden_size(self) -> int:
-        return int(self.forward.text.hidden_size)
-
-    @property
     def vocab_size(self) -> int:
         return int(self.forward.text.vocab_size)
 
@@ -70,12 +66,11 @@ class TargetFacts:
         return trained_context(self.forward.text)
 
 
-def read_target(target: Any, quantization: Any = None, *, attention: str | None = None) -> TargetFacts:
+def read_target(target: Any, quantization: Any = None) -> TargetFacts:
     """Facts of a Hub id, a folder, a name of `known_targets`, a configuration or a loaded model.
 
     Args:
         quantization: scheme name or `quantization_config`; `None` takes what the config says, else its own dtype.
-        attention: `attn_implementation`; `None` takes what the config says, else SDPA.
 
     Raises:
         MemoryPlanError: it cannot be found or read, or lacks a field (named).
@@ -86,11 +81,11 @@ def read_target(target: Any, quantization: Any = None, *, attention: str | None 
                 f"got quantization {quantization!r} for a loaded model, which is measured as it is; leave it out, or "
                 "give the model's id to plan another form of it"
             )
-        return _facts_of_model(target, attention)
+        return _facts_of_model(target)
     config = target if isinstance(target, PreTrainedConfig) else load_config(target)
     name = str(target) if isinstance(target, (str, Path)) else config.name_or_path or config.model_type
     packing = _packing(config, quantization)
-    facts = _facts(name, config, packing, attention)
+    facts = _facts(name, config, packing)
     if packing.method == AS_STORED:
         packed = replace(facts.weights, packed=_bytes_of_files(target, config), experts=0, plain=0)
         facts = replace(facts, weights=packed)
@@ -117,9 +112,9 @@ def _bytes_of_files(target: Any, config: PreTrainedConfig) -> int:
     return sum(sizes)
 
 
-def _facts(name: str, config: PreTrainedConfig, packing: Quantization, attention: str | None) -> TargetFacts:
+def _facts(name: str, config: PreTrainedConfig, packing: Quantization) -> TargetFacts:
     _require_fields(config)
-    forward = dry_run_of(config, packing, attention)
+    forward = dry_run_of(config, packing)
     return TargetFacts(name, packing, count_weights(forward.model, packing), forward)
 
 
@@ -157,14 +152,11 @@ def load_config(target: Any) -> PreTrainedConfig:
 
 def _require_fields(config: PreTrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
-    missing = [field for field in _REQUIRED_FIELDS if not isinstance(getattr(text, field, None), int)]
-    if missing:
+    sizes = {field: getattr(text, field, None) for field in _REQUIRED_FIELDS}
+    if wrong := {field: size for field, size in sizes.items() if not isinstance(size, int) or size < 1}:
         raise MemoryPlanError(
-            f"the {config.model_type!r} config lacks {missing}; a plan needs them: complete the config"
+            f"the {config.model_type!r} config has {wrong}; wanted a whole number of each, at least 1"
         )
-    wrong = {field: getattr(text, field) for field in _REQUIRED_FIELDS if getattr(text, field) < 1}
-    if wrong:
-        raise MemoryPlanError(f"the {config.model_type!r} config has {wrong}; wanted at least 1 of each")
 
 
 def _packing(config: PreTrainedConfig, quantization: Any) -> Quantization:
@@ -183,7 +175,7 @@ def _dtype_name(dtype: Any) -> str:
     return _DTYPE_NAMES.get(str(dtype).removeprefix("torch."), "bf16")
 
 
-def _facts_of_model(model: nn.Module, attention: str | None) -> TargetFacts:
+def _facts_of_model(model: nn.Module) -> TargetFacts:
     base = getattr(model, "get_base_model", None)  # PEFT
     inner = base() if callable(base) else model
     config = getattr(inner, "config", None)
@@ -194,6 +186,6 @@ def _facts_of_model(model: nn.Module, attention: str | None) -> TargetFacts:
     embedding: Any = inner.get_input_embeddings() if isinstance(inner, PreTrainedModel) else None
     dtype = _dtype_name(getattr(getattr(embedding, "weight", None), "dtype", None))
     name = getattr(inner, "name_or_path", "") or type(inner).__name__
-    facts = _facts(name, config, replace(_packing(config, None), dtype=dtype), attention)
+    facts = _facts(name, config, replace(_packing(config, None), dtype=dtype))
     measured = WeightBytes(0, 0, plain=storage_bytes(model), largest_packed=facts.weights.largest_packed)
     return replace(facts, weights=measured, loaded=True)

@@ -9,14 +9,15 @@ transformers loads: the tests compare it with the storages of models really load
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..errors import MemoryPlanError, first_line, removal
 
@@ -242,14 +243,12 @@ class WeightBytes:
         experts: of experts left unpacked.
         plain: of everything else.
         largest_packed: `(N, K)` of the largest packed matrix of an `nn.Linear`; `(0, 0)` if none is.
-        largest_tensor: bytes of the largest packed tensor before packing: held for a moment while loading.
     """
 
     packed: int
     experts: int
     plain: int
     largest_packed: tuple[int, int] = (0, 0)
-    largest_tensor: int = 0
 
     @property
     def total(self) -> int:
@@ -264,19 +263,19 @@ def count_weights(model: PreTrainedModel, quantization: Quantization) -> WeightB
     """
     parameters = dict(model.named_parameters())  # a tied tensor once, under its first name
     plain = sum(buffer.nbytes for buffer in model.buffers())
-    packed = experts = largest_tensor = 0
+    packed = experts = 0
     largest = (0, 0)
-    is_skipped = _skipped_modules(model, quantization, last=next(reversed(parameters), ""))
+    skipped = quantization.skip_modules
+    left = HfQuantizer.get_modules_to_not_convert(model, None if skipped is None else list(skipped))
     for name, parameter in parameters.items():
         place, _, key = name.rpartition(".")
         module = model.get_submodule(place)
         is_linear = type(module) is nn.Linear and key == "weight"
         dimensions = parameter.ndim if "Experts" in type(module).__name__ else 0
-        is_packed = is_linear and quantization.packs_linears and not is_skipped(place)
+        is_packed = is_linear and quantization.packs_linears and should_convert_module(place, left)
         if is_packed or (dimensions == 3 and quantization.packs_experts):
             rows, columns = parameter.shape[-2:]
             packed += math.prod(parameter.shape[:-2]) * quantization.matrix_bytes(rows, columns)
-            largest_tensor = max(largest_tensor, parameter.nbytes)
             if is_linear and rows * columns > math.prod(largest):
                 largest = rows, columns
         elif dimensions == 3:
@@ -285,16 +284,4 @@ def count_weights(model: PreTrainedModel, quantization: Quantization) -> WeightB
             plain += parameter.numel() * 4  # biases are kept in fp32 beside packed experts
         else:
             plain += parameter.nbytes
-    return WeightBytes(packed, experts, plain, largest, largest_tensor)
-
-
-def _skipped_modules(model: PreTrainedModel, quantization: Quantization, last: str) -> Callable[[str], bool]:
-    """Tells by its name whether a linear layer stays as it is; without names the LM head and the `last` parameter's."""
-    patterns = quantization.skip_modules
-    if patterns is None:
-        head = model.get_output_embeddings()
-        left = {last.rpartition(".")[0], *(name for name, module in model.named_modules() if module is head)}
-        return left.__contains__
-    # transformers matches from the start, or as a plain suffix
-    whole = [re.compile(rf"(?:{key})(?:(?<=\.)|(?=\.|$))") for key in patterns]
-    return lambda name: name.endswith(patterns) or any(pattern.match(name) for pattern in whole)
+    return WeightBytes(packed, experts, plain, largest)
