@@ -17,7 +17,6 @@ from pydantic import (
     Field,
     StrictBool,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError, from_json
@@ -38,6 +37,12 @@ DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's completions write if nothing is said; chats go on until they end."""
 
 LARGEST_SEED = 2**63 - 1
+
+
+def _no_text_or_bool(value: Any) -> Any:
+    if isinstance(value, (str, bool)):
+        raise PydanticCustomError("number_type", "Input should be a number")
+    return value
 
 
 def _no_extreme(temperature: float) -> float:
@@ -85,6 +90,8 @@ def _at_least(fewest: int) -> Any:
     return AfterValidator(check)
 
 
+Whole = Annotated[int, BeforeValidator(_no_text_or_bool)]
+Number = Annotated[float, BeforeValidator(_no_text_or_bool)]
 TokenId = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 Schema = dict[str, Any]
@@ -253,39 +260,28 @@ class Body(BaseModel):
     model: str | None = None  # there is one
     stream: StrictBool = False
     stream_options: StreamOptions = StreamOptions()
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    max_tokens: Annotated[int, _at_least(1)] | None = None
+    n: Whole = Field(1, ge=1, le=MAX_CHOICES)
+    max_tokens: Annotated[Whole, _at_least(1)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
-    seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
+    seed: Whole | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
 
-    temperature: Annotated[float, AfterValidator(_no_extreme)] | None = Field(None, ge=0.0, le=2.0)
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
-    min_p: float | None = Field(None, ge=0.0, le=1.0)
-    typical_p: float | None = Field(None, gt=0.0, le=1.0)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=10.0)
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    temperature: Annotated[Number, AfterValidator(_no_extreme)] | None = Field(None, ge=0.0, le=2.0)
+    top_p: Number | None = Field(None, gt=0.0, le=1.0)
+    top_k: Whole | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: Number | None = Field(None, ge=0.0, le=1.0)
+    typical_p: Number | None = Field(None, gt=0.0, le=1.0)
+    repetition_penalty: Number | None = Field(None, ge=0.01, le=10.0)
+    presence_penalty: Number = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: Number = Field(0.0, ge=-2.0, le=2.0)
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(default_factory=dict)
 
     ignore_eos: StrictBool = False
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: Whole | None = Field(None, ge=0)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_TOKEN_LIST)
     include_stop_str_in_output: StrictBool = False
     skip_special_tokens: StrictBool = True
 
     structured_outputs: Structured = Field(default_factory=lambda: Structured.model_validate({}))
-
-    @field_validator(
-        "n", "max_tokens", "seed", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty",
-        "presence_penalty", "frequency_penalty", "min_tokens", "max_completion_tokens",
-        mode="before", check_fields=False,
-    )  # fmt: skip
-    @classmethod
-    def _no_text_or_bool(cls, value: Any) -> Any:
-        if isinstance(value, (str, bool)):
-            raise PydanticCustomError("number_type", "Input should be a number")
-        return value
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -317,7 +313,7 @@ class ChatBody(Body):
     tool_choice: Literal["none", "auto", "required"] | Tool | AllowedChoice = "auto"
     parallel_tool_calls: StrictBool = True
     response_format: ResponseFormat | None = None
-    max_completion_tokens: Annotated[int, _at_least(1)] | None = None
+    max_completion_tokens: Annotated[Whole, _at_least(1)] | None = None
     logprobs: StrictBool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -386,7 +382,7 @@ class CompletionBody(Body):
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    max_tokens: Annotated[int, _at_least(0)] | None = None
+    max_tokens: Annotated[Whole, _at_least(0)] | None = None
     add_special_tokens: StrictBool = True
     echo: StrictBool = False
 

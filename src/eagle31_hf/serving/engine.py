@@ -121,16 +121,11 @@ def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> 
         )
     longest, why = binding.most_positions or settings.context, "the target's positions end"
     if (limit := binding.rotates_alike_up_to) is not None:
-        pair = Pair.of(drafter)
+        pair, why = Pair.of(drafter), f"behind {limit} the target rotates all positions in another way (rope scaling)"
         drafts = pair.drafting(rows=settings.max_rows, sampled=True, processing=None, new_tokens=settings.context)
-        held = limit - drafts.shape.depth
-        if held < 2:
-            raise UnsupportedGenerationError(
-                f"this target rotates all positions of a text in another way behind {limit} tokens (rope scaling), and "
-                "texts of so few cannot be served side by side"
-            )
-        if held < longest:
-            longest, why = held, f"behind {limit} the target rotates all positions in another way"
+        longest = min(longest, limit - drafts.shape.depth)
+    if longest < 2:
+        raise UnsupportedGenerationError(f"{why}, and texts of so few tokens cannot be served side by side")
     if longest < settings.context:
         logger.warning("eagle31: texts of up to %d tokens are served instead of %d: %s", longest, settings.context, why)
     return replace(settings, context=min(longest, settings.context))

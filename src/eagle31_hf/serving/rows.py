@@ -152,18 +152,13 @@ def _own_processors(request: Request) -> list[stock.LogitsProcessor]:
         penalties = sampling.presence_penalty, sampling.frequency_penalty
         found.append(OccurrencePenalty(*penalties, len(request.prompt)))
     if sampling.logit_bias:
-        found.append(TokenBias(sampling.logit_bias))
+        found.append(stock.SequenceBiasLogitsProcessor([[[id], bias] for id, bias in sampling.logit_bias.items()]))
     if request.grammar is not None:
         found.append(GrammarProcessor(request.grammar, len(request.prompt)))
     return found
 
 
-class _Stateless(stock.LogitsProcessor):
-    def fork_for_drafts(self) -> _Stateless:
-        return self
-
-
-class OccurrencePenalty(_Stateless):
+class OccurrencePenalty(stock.LogitsProcessor):
     """OpenAI's penalties: `presence` off each token written so far, `frequency` once more for each time it was."""
 
     def __init__(self, presence: float, frequency: float, prompt_length: int):
@@ -174,17 +169,9 @@ class OccurrencePenalty(_Stateless):
         counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
-
-class TokenBias(_Stateless):
-    """Adds to the scores of some tokens; -100 forbids one and 100 forces it."""
-
-    def __init__(self, bias: dict[int, float]):
-        self.ids, self.amounts = list(bias), list(bias.values())
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        changed = scores.clone()
-        changed[:, self.ids] += torch.tensor(self.amounts, dtype=scores.dtype, device=scores.device)
-        return changed
+    def fork_for_drafts(self) -> OccurrencePenalty:
+        """Itself: it keeps no state."""
+        return self
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from ..cache.stock import CACHE_ARGUMENT
 from ..drafter.assistant import Assistant
@@ -93,7 +93,7 @@ class ChatSession:
         self.context = context or trained_context(target.config) or 2**31
         self.turns: list[Message] = []
         self.answers: list[Answer] = []
-        self._stop = _StopWhenAsked()
+        self._is_stopped = False
         self._cache = DynamicCache(config=target.config)
 
     @property
@@ -134,7 +134,7 @@ class ChatSession:
 
     def stop(self) -> None:
         """End the answer that is being written at its next token; it stays in the conversation as far as it got."""
-        self._stop.asked = True
+        self._is_stopped = True
 
     def _answer(self, on_piece: Callable[[Piece], None]) -> Answer:
         ids = encode_chat(self.tokenizer, self.messages)
@@ -147,7 +147,7 @@ class ChatSession:
         form, most = form_of(self.tokenizer), min(self.max_new_tokens, room)
         decoder, parser = IncrementalDecoder(self.tokenizer, marks=form.marks), AnswerParser(self.tokenizer, form, ids)
         answered: list[AnswerPart] = []
-        self._stop.asked = False
+        self._is_stopped = False
         started, first_at = time.perf_counter(), 0.0
 
         def show(parts: Sequence[AnswerPart], drafted: bool) -> None:
@@ -167,7 +167,7 @@ class ChatSession:
         assert stats is not None, "generate with our drafter leaves stats"
         if stats.loop != "own":  # the cache holds a text that is recorded nowhere
             self._cache = DynamicCache(config=self.target.config)
-        finish = "stopped" if self._stop.asked else "length" if written >= most else "stop"
+        finish = "stopped" if self._is_stopped else "length" if written >= most else "stop"
         content, thought = "".join(part.content for part in answered), "".join(part.reasoning for part in answered)
         return Answer(content, thought, stats, len(ids), (first_at or started) - started, seconds, finish)
 
@@ -183,10 +183,13 @@ class ChatSession:
             max_new_tokens=max_new_tokens,
             assistant_model=self.drafter,
             streamer=streamer,
-            stopping_criteria=StoppingCriteriaList([self._stop]),
+            stopping_criteria=StoppingCriteriaList([self._stops]),
             **options,
         )
         return output.shape[1] - len(ids)
+
+    def _stops(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((input_ids.shape[0],), self._is_stopped, dtype=torch.bool, device=input_ids.device)
 
     def undo(self) -> str:
         """Take the last message and its answer back. Returns the message.
@@ -213,12 +216,3 @@ class ChatSession:
         if not 0.0 <= temperature <= 5.0:
             raise ConfigurationError(f"got temperature {temperature}; wanted a number from 0 (greedy) to 5")
         self.temperature = temperature
-
-
-class _StopWhenAsked(StoppingCriteria):
-    """Ends a text at its next token once that is `asked` for."""
-
-    asked = False
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        return torch.full((input_ids.shape[0],), self.asked, dtype=torch.bool, device=input_ids.device)
