@@ -270,21 +270,16 @@ def _usage(usages: Sequence[Usage]) -> Fields:
 
 
 class AnswerWriter:
-    """Pieces of one answer, and the whole, which is what those that were kept add up to; id and model are the same.
+    """Pieces of one answer, and the whole, which is what those that were kept add up to; id and model are the same."""
 
-    Args:
-        kind, kind_of_pieces: what OpenAI calls such objects.
-        more: what stands in each piece of a text.
-    """
-
-    def __init__(self, model: str, prefix: str, kind: str, kind_of_pieces: str, choices: Sequence[Any], **more: Any):
-        self._shared = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._kind, self._kind_of_pieces, self._more = kind, kind_of_pieces, more
+    def __init__(self, model: str, choices: Sequence[_ChatChoice | _CompletionChoice]):
+        name = f"{choices[0].prefix}-{uuid.uuid4().hex}"
+        self._shared = {"id": name, "created": int(time.time()), "model": model}
         self._choices = choices
         self._wholes: list[Fields] = [choice.opening for choice in choices]
 
     def _piece(self, choices: list[Fields], **more: Any) -> Fields:
-        return {**self._shared, "object": self._kind_of_pieces, "choices": choices} | more
+        return {**self._shared, "object": self._choices[0].piece_kind, "choices": choices} | more
 
     def opening(self) -> list[Fields]:
         """Pieces before the first event."""
@@ -292,7 +287,8 @@ class AnswerWriter:
 
     def pieces(self, index: int, event: Event) -> list[Fields]:
         """What one event of text `index` adds to a stream."""
-        return [self._piece([piece], **self._more) for piece in self._choices[index].pieces(event)]
+        choice = self._choices[index]
+        return [self._piece([piece], **choice.more) for piece in choice.pieces(event)]
 
     def add(self, pieces: Sequence[Fields]) -> None:
         """Keep pieces for the whole."""
@@ -306,7 +302,7 @@ class AnswerWriter:
     def whole(self, usages: Sequence[Usage]) -> Fields:
         """The answer in one piece."""
         choices = [choice.whole(pieces) for choice, pieces in zip(self._choices, self._wholes, strict=True)]
-        return self._piece(choices, object=self._kind, usage=_usage(usages))
+        return self._piece(choices, object=self._choices[0].kind, usage=_usage(usages))
 
 
 def _added(one: Any, other: Any) -> Any:
@@ -322,17 +318,23 @@ def writer_of(
 ) -> AnswerWriter:
     """The writer of the answer to a body, of which these are the texts."""
     if isinstance(body, ChatBody):
-        chats = [_ChatChoice(index, tokenizer, form, body, text) for index, text in enumerate(texts)]
-        return AnswerWriter(model, "chatcmpl", "chat.completion", "chat.completion.chunk", chats)
-    choices = [_CompletionChoice(index, tokenizer, body, text) for index, text in enumerate(texts)]
-    return AnswerWriter(model, "cmpl", "text_completion", "text_completion", choices, usage=None)
+        return AnswerWriter(model, [_ChatChoice(n, tokenizer, form, body, text) for n, text in enumerate(texts)])
+    return AnswerWriter(model, [_CompletionChoice(n, tokenizer, body, text) for n, text in enumerate(texts)])
 
 
 # --- chats ------------------------------------------------------------------------------------------------------------
 
 
 class _ChatChoice:
-    """One choice of a chat's answer."""
+    """One choice of a chat's answer.
+
+    Attributes:
+        prefix: of the answer's id.
+        kind, piece_kind: what OpenAI calls such objects.
+        more: what stands beside the choice in each piece.
+    """
+
+    prefix, kind, piece_kind, more = "chatcmpl", "chat.completion", "chat.completion.chunk", Fields()
 
     def __init__(
         self, index: int, tokenizer: PreTrainedTokenizerBase, form: AnswerForm, body: ChatBody, text: Request
@@ -403,7 +405,9 @@ def _finite(logprob: float) -> float:
 
 
 class _CompletionChoice:
-    """One choice; methods as `_ChatChoice`'s."""
+    """One choice; methods and attributes as `_ChatChoice`'s."""
+
+    prefix, kind, piece_kind, more = "cmpl", "text_completion", "text_completion", Fields(usage=None)
 
     def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, text: Request):
         self._index, self._tokenizer, self._prompt = index, tokenizer, text.prompt

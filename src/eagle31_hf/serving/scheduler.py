@@ -66,6 +66,8 @@ class Scheduler:
     def turn(self) -> None:
         """Read prompts as far as the budget goes, or whole where nothing is written yet; then a round of all that
         write. What fails ends the text that is read, or those of the round."""
+        for gone in [text for text in self.texts if text.cancelled]:
+            self._let_go(gone, Event(finish="cancelled"))
         left = self.settings.prefill_chunk
         while (left > 0 or not self.batch.texts) and (text := self._next_to_read()) is not None:
             try:
@@ -78,9 +80,6 @@ class Scheduler:
             self._round()
 
     def _next_to_read(self) -> ServedText | None:
-        for text in self.texts:
-            if text.cancelled and text not in self.batch.texts:
-                self._let_go(text, Event(finish="cancelled"))
         has_row = len(self.batch.texts) < self.settings.max_rows
         return self.batch.reading or (self.waiting[0] if self.waiting and has_row else None)
 
@@ -108,33 +107,26 @@ class Scheduler:
             self._let_go(text, Event(finish="length"))
 
     def _let_go(self, text: ServedText, event: Event) -> None:
-        """End a text that has not written anything."""
+        """End a text wherever it is; after an error nothing that it leaves behind is trusted."""
         if text in self.waiting:
             self.waiting.remove(text)
         if text is self.batch.reading:
             self.batch.drop_reading()
         if text in self.batch.texts:
-            self.batch.leave(text, trusted=False)
+            self.batch.leave(text, trusted=not event.error)
         self._tell(text, event)
 
     def _round(self) -> None:
         """A pass of all that write. After a failure nothing that they have left behind is trusted."""
         texts = list(self.batch.texts)
         try:
-            brought = self._written()
+            brought = self.batch.round()
         except Exception as error:
             logger.exception("eagle31: a round of %d texts failed", len(texts))
             self.batch.reset()
             brought = [(text, Event.failure(error)) for text in texts]
         for text, event in brought:
             self._tell(text, event)
-
-    def _written(self) -> list[tuple[ServedText, Event]]:
-        cancelled = [text for text in self.batch.texts if text.cancelled]
-        for text in cancelled:
-            self.batch.leave(text)
-        brought = self.batch.round() if self.batch.texts else []
-        return [*brought, *((text, Event(finish="cancelled")) for text in cancelled)]
 
     def stop(self, why: str) -> None:
         """End all texts; the last that is asked for."""
