@@ -13,9 +13,7 @@ from typing import Any
 import torch
 import typer
 from rich.console import Console
-from rich.control import Control
 from rich.padding import Padding
-from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -31,7 +29,6 @@ from .progress import waiting_for
 HISTORY = "chat_history"
 PROMPT, LABEL = "you › ", "  ‹ "
 THOUGHT_STYLE = "dim italic"
-ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
 @command
@@ -183,11 +180,15 @@ class _AnswerView:
         self._console, self._colour, self._thoughts = console, colour, thoughts
         self._writer: terminal.StreamedText | None = None
         self._shows_thought = False  # what the writer shows
-        self._folded = 0  # words thought and not shown
+        self._folded, self._status = 0, console.status("")  # words thought and not shown
 
     def add(self, piece: Piece) -> None:
         if piece.thought and not self._thoughts:
-            self._fold(piece.text)
+            if self._writer is not None:
+                self.end()
+            self._folded += len(piece.text.split())
+            self._status.update(Text(f"thinking … {self._folded} words", style=THOUGHT_STYLE))
+            self._status.start()
             return
         text = piece.text
         if self._writer is None or self._shows_thought != piece.thought:
@@ -203,16 +204,10 @@ class _AnswerView:
         if self._writer is not None:
             self._writer.end()
             self._writer = None
+        self._status.stop()
         if self._folded:
-            self._console.control(ERASE_LINE)
             self._console.print(f"{LABEL}thought {self._folded} words (--thoughts shows them)", style=THOUGHT_STYLE)
             self._folded = 0
-
-    def _fold(self, thought: str) -> None:
-        self._folded += len(thought.split())
-        if self._console.is_terminal:
-            self._console.control(ERASE_LINE)
-            self._console.print(f"{LABEL}thinking … {self._folded} words", end="", style=THOUGHT_STYLE)
 
 
 def answer_line(answer: Answer) -> Text:
