@@ -170,46 +170,46 @@ def test_what_is_no_call_is_content(name, cut):
     assert parsed(tokenizer, unknown, cut, tools=[]) == (unknown, "", [])
 
 
+CALL = [("f-2", {"text": "x"})]
+MARKED = FORMS["Hermes JSON"][1](CALL)
+HARMONY, LOOKS = "gpt-oss (harmony)", "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
+
+
+def thoughts(name):
+    call = FORMS[name][1](CALL)
+    return [
+        (name, "", "<think>Let me see.</think>\n\nYes.", ("Yes.", "Let me see.", [])),
+        (name, "", "\n<think>\nHm.</think>Yes. ", ("Yes. ", "Hm.", [])),
+        (name, "<think>\n", "So be it.\n</think>\n\nYes.", ("Yes.", "So be it.", [])),
+        (name, "<think>\n", "never ends", ("", "never ends", [])),
+        (name, "", f"<think>a</think>\n{call}", ("", "a", CALL)),
+        (name, "<think>\n", f"Hm.</think>Now:\n{call}\n", ("Now:", "Hm.", CALL)),
+    ]
+
+
 @pytest.mark.parametrize("cut", [1, 3, None])
-@pytest.mark.parametrize("name", ["Hermes JSON", "Qwen XML"])
-def test_thoughts_come_first(name, cut):
-    tokenizer, write = tokenizer_of(name), FORMS[name][1]
-    open_thought = tokenizer("x <think>\n", add_special_tokens=False)["input_ids"]
-    calls = [("get_weather", {"text": "x"})]
-    for text, prompt, wanted in (
-        ("<think>Let me see.</think>\n\nYes.", (), ("Yes.", "Let me see.", [])),
-        ("\n<think>\nHm.</think>Yes. ", (), ("Yes. ", "Hm.", [])),
-        ("So be it.\n</think>\n\nYes.", open_thought, ("Yes.", "So be it.", [])),
-        ("never ends", open_thought, ("", "never ends", [])),
-        (f"<think>a</think>\n{write(calls)}", (), ("", "a", calls)),
-        (f"Hm.</think>Now:\n{write(calls)}\n", open_thought, ("Now:", "Hm.", calls)),
-    ):
-        assert parsed(tokenizer, text, cut, prompt) == wanted
-
-
-@pytest.mark.parametrize("cut", [1, 4, None])
-def test_channels_of_harmony(cut):
-    tokenizer = tokenizer_of("gpt-oss (harmony)")
-    thought = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
-    said = "<|channel|>final<|message|>Yes."
-    called = '<|channel|>commentary to=functions.f-2 <|constrain|>json<|message|>{"count": 1}'
-    recipient_first = ' to=functions.f-2<|channel|>commentary json<|message|>{"count": 1}'
-    for text, wanted in (
-        (thought + said, ("Yes.", "Let me see.", [])),
-        (thought + called, ("", "Let me see.", [("f-2", {"count": 1})])),
-        (thought + recipient_first, ("", "Let me see.", [("f-2", {"count": 1})])),
-        ('{"a": 1}', ('{"a": 1}', "", [])),
-    ):
-        assert parsed(tokenizer, text, cut) == wanted
-
-
-def test_lfm_writes_calls_as_json_too():
-    tokenizer = tokenizer_of("LFM2 (Python)")
-    calls = [("f-2", {"text": "x"}), ("get_weather", {})]
-    text = f"<|tool_call_start|>[{', '.join(map(as_json, calls))}]<|tool_call_end|>Done."
-    assert parsed(tokenizer, text, 2) == ("Done.", "", calls)
-    tokenizer.chat_template = "List of tools: <|tool_list_start|>["
-    assert form_of(tokenizer).name == "LFM2 (Python)"
+@pytest.mark.parametrize(
+    ("name", "begun", "text", "wanted"),
+    [
+        # the form, what the prompt has begun, the answer, its parts
+        *thoughts("Hermes JSON"),
+        *thoughts("Qwen XML"),
+        (HARMONY, "", f"{LOOKS}<|channel|>final<|message|>Yes.", ("Yes.", "Let me see.", [])),
+        *[
+            (HARMONY, "", f'{LOOKS}{to}<|message|>{{"text": "x"}}', ("", "Let me see.", CALL))
+            for to in ("<|channel|>commentary to=functions.f-2", " to=functions.f-2<|channel|>commentary json")
+        ],
+        (HARMONY, "", '{"a": 1}', ('{"a": 1}', "", [])),
+        ("LFM2 (Python)", "", f"<|tool_call_start|>[{as_json(CALL[0])}]<|tool_call_end|>Done.", ("Done.", "", CALL)),
+        # a mark that is only mentioned takes no call along
+        ("Hermes JSON", "", f"I use <tool_call> now. {MARKED} Done.", ("I use <tool_call> now.Done.", "", CALL)),
+        ("Hermes JSON", "", f"<tool_call>\n{MARKED} Done.", ("<tool_call>Done.", "", CALL)),
+    ],
+)  # fmt: skip
+def test_an_answer_falls_into_its_parts(name, begun, text, wanted, cut):
+    tokenizer = tokenizer_of(name)
+    prompt = tokenizer(f"x {begun}", add_special_tokens=False)["input_ids"]
+    assert parsed(tokenizer, text, cut, prompt) == wanted
 
 
 def test_a_tokenizers_own_template_is_taken():
@@ -229,13 +229,10 @@ def test_a_tokenizers_own_template_is_taken():
     assert parsed(tokenizer, "Yes.") == ("Yes.", "", [])
 
 
-@pytest.mark.parametrize("cut", [1, 4, None])
-@pytest.mark.parametrize("before", ["I use <tool_call> now. ", "<tool_call>\n"])
-def test_a_mark_that_is_only_mentioned_takes_no_call_along(before, cut):
-    calls = [("f-2", {"text": "x"})]
-    text = before + FORMS["Hermes JSON"][1](calls)
-    content, _, found = parsed(tokenizer_of("Hermes JSON"), f"{text} Done.", cut)
-    assert (content, found) == (f"{before.strip()}Done.", calls)
+def test_lfm2_lists_tools_in_two_ways():
+    tokenizer = tokenizer_of("LFM2 (Python)")
+    tokenizer.chat_template = "List of tools: <|tool_list_start|>["
+    assert form_of(tokenizer).name == "LFM2 (Python)"
 
 
 def test_marks_within_marks_end():

@@ -118,15 +118,6 @@ def test_a_text_takes_as_few_rounds_as_by_generate(temperature: float) -> None:
             assert served >= 0.97 * tokens / rounds, rows
 
 
-def test_drafts_that_are_right_go_on() -> None:
-    drafter = drafter_of("demo-target")
-    with configured(drafter, num_assistant_tokens=5):
-        batch = batch_of(drafter, 2, context=256, chunk=64)
-        write_all(batch, [text_of(chat, 60) for chat in chats()[:2]])
-    assert batch.stats.skipped_rounds == 0
-    assert batch.stats.acceptance_length > 2
-
-
 @pytest.mark.parametrize("lengths", [(2, 2), (2, 3)])
 def test_the_end_of_all_texts_cuts_a_draft(lengths: tuple[int, int]) -> None:
     """A prompt's own scores give the first token, the target's the last one."""

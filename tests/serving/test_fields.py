@@ -53,6 +53,17 @@ def test_completions_are_tokenized_as_they_ask(served):
     assert asked == [False, True]
 
 
+def test_a_limit_of_minus_one_is_none(served, texts_of):
+    """llama.cpp's and LM Studio's clients send it."""
+    completion = parse(CompletionBody, {"prompt": [5], "max_tokens": -1})
+    texts = [
+        *texts_of(max_tokens=-1),
+        *texts_of(max_completion_tokens=-1),
+        *Translator(served.engine).texts_of(completion),
+    ]
+    assert {text.longest for text in texts} == {served.engine.settings.context}
+
+
 WRONG = {
     "messages": "hi", "n": 1.5, "stop": [5], "seed": "one", "max_tokens": [], "max_completion_tokens": "many",
     "temperature": "hot", "top_p": {}, "top_k": 2.5, "min_p": "none", "presence_penalty": [], "typical_p": 7,
@@ -216,19 +227,15 @@ def test_a_clients_template_options_are_variables(texts_of, name):
     assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
 
 
-def test_variables_that_the_template_does_not_read_are_named(served):
-    kwargs = {"enable_thinkin": False}
-    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": kwargs}
-    told = HTTP.post(f"{served.url}/v1/chat/completions", json=body)
-    assert told.headers["x-ignored-fields"] == "chat_template_kwargs.enable_thinkin"
-
-
-def test_strict_tools_are_followed_where_a_call_is_forced_and_named_elsewhere(served):
+def test_what_changes_nothing_is_named(served):
+    """Strict tools are followed where a call is forced."""
     tools = [{"type": "function", "function": {**TOOL["function"], "strict": True}}]
-    body = {"model": MODEL, "messages": MESSAGES, "tools": tools}
-    ignored = Translator(served.engine).ignored
-    assert ignored(parse(ChatBody, body)) == ["tools.function.strict"]
-    assert ignored(parse(ChatBody, {**body, "tool_choice": "required"})) == []
+    for more, named in (
+        ({"chat_template_kwargs": {"enable_thinkin": False}}, ["chat_template_kwargs.enable_thinkin"]),
+        ({"tools": tools}, ["tools.function.strict"]),
+        ({"tools": tools, "tool_choice": "required"}, []),
+    ):
+        assert Translator(served.engine).ignored(parse(ChatBody, {"messages": MESSAGES, **more})) == named
 
 
 # --- extremes ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -54,6 +53,19 @@ def poisoned(pair):
     handle = pair.target.get_input_embeddings().register_forward_hook(spoil)
     yield
     handle.remove()
+
+
+@pytest.fixture
+def knows_not_all(pair, monkeypatch):
+    """A target may have more rows than its tokenizer has tokens."""
+    decode = pair.tokenizer.decode
+
+    def decode_known(ids, **how):
+        if UNKNOWN in ids:
+            raise IndexError("piece id is out of range")
+        return decode(ids, **how)
+
+    monkeypatch.setattr(pair.tokenizer, "decode", decode_known)
 
 
 def ask(engine, prompt, sampling, most=60, **more):
@@ -112,16 +124,17 @@ HARMFUL: dict[str, dict[str, Any]] = {
     "in the text": {"sampling": Sampling(0.0, logit_bias={POISON: 100.0})},
     "a bias raises, greedy": {"sampling": Sampling(0.0, logit_bias={BEYOND: 1.0})},
     "a bias raises, drawn": {"sampling": Sampling(1.0, seed=1, logit_bias={BEYOND: 1.0})},
+    "the tokenizer raises": {"sampling": Sampling(0.0, logit_bias={UNKNOWN: 100.0})},
     "a grammar raises": {"sampling": Sampling(0.0), "grammar": RaisesAt(0)},
     "a grammar raises later": {"sampling": Sampling(1.0, seed=1), "prompt": range(10, 15), "grammar": RaisesAt(12)},
     "a grammar that drafts are shown raises": {"prompt": range(10, 15), "grammar": Forks(12)},
 }
-RAISED = ("IndexError: ", "ValueError: ", "KeyError: 'no such state'")
+RAISED = ("IndexError: piece id", "ValueError: ", "KeyError: 'no such state'")
 
 
 @pytest.mark.parametrize("how", list(HARMFUL))
 @pytest.mark.thorough(every=5)
-def test_a_row_that_fails_ends_alone(pair, engine, wanted, poisoned, monkeypatch, caplog, how):
+def test_a_row_that_fails_ends_alone(pair, engine, wanted, poisoned, knows_not_all, monkeypatch, caplog, how):
     monkeypatch.setattr(rows, "GrammarProcessor", lambda grammar, *_: grammar)
     prompt = encode_chat(pair.tokenizer, MESSAGES)
     victims = victims_of(engine, prompt)
@@ -144,35 +157,3 @@ def test_a_row_that_fails_ends_alone(pair, engine, wanted, poisoned, monkeypatch
     if again is not None:
         assert again.ended.wait(60)
         assert again.tokens == wanted[0][:4]
-
-
-@pytest.fixture
-def knows_not_all(pair, monkeypatch):
-    decode = pair.tokenizer.decode
-
-    def decode_known(ids, **how):
-        if UNKNOWN in ids:
-            raise IndexError("piece id is out of range")
-        return decode(ids, **how)
-
-    monkeypatch.setattr(pair.tokenizer, "decode", decode_known)
-
-
-def test_a_row_whose_text_cannot_be_decoded_ends_alone(pair, engine, wanted, knows_not_all):
-    """A target may have more rows than its tokenizer has tokens."""
-    victims = victims_of(engine, encode_chat(pair.tokenizer, MESSAGES))
-    attacker = ask(engine, [10, 11, 12], Sampling(0.0, logit_bias={UNKNOWN: 100.0}))
-    assert all(listener.ended.wait(60) for listener in (*victims, attacker))
-    assert (attacker.finish, attacker.error) == ("error", "IndexError: piece id is out of range")
-    assert [victim.tokens for victim in victims] == wanted
-
-
-def test_nothing_of_a_row_that_failed_is_left(pair, engine, poisoned):
-    prompt = encode_chat(pair.tokenizer, MESSAGES)
-    ask(engine, prompt, Sampling(0.0, logit_bias={POISON: 100.0})).ended.wait(60)
-    ask(engine, [5, POISON, 6, 7], Sampling(0.0)).ended.wait(60)
-    engine.close(0)
-    caches = (engine.batch.cache, engine.batch.session.cache, engine.batch.prompt_caches.target)
-    storages = [storage for cache in caches for layer in cache.layers for storage in layer.storages]
-    assert storages
-    assert not any(torch.isnan(storage).any() for storage in storages)

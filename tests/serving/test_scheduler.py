@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,21 +93,6 @@ def test_short_prompts_join_together_between_two_rounds():
         made.turn()
         begun.append(len(made.batch.began))
     assert [now - before for before, now in itertools.pairwise(begun)] == [5, 4, 3]
-
-
-def test_what_is_cancelled_or_fails_makes_way():
-    made, told = scheduler([50, 50], max_rows=1, max_waiting=1), []
-    first, second = submit(made, told), submit(made, told)
-    with pytest.raises(ApiError, match="1 text waiting already"):
-        submit(made)
-    first.cancelled = True
-    made.turn()
-    assert (told, made.batch.texts) == ([(first, "cancelled")], [second])
-    third = submit(made, told)
-    second.cancelled = made.batch.fails = True
-    made.turn()
-    made.turn()
-    assert (told[1:], made.texts) == ([(second, "cancelled"), (third, "error")], [])
 
 
 @given(st.data())

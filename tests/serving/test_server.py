@@ -9,10 +9,9 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from eagle31_hf import NoDrafter
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.texts.chats import encode_chat
-from loopback import HTTP, MESSAGES, MODEL, QUESTION, SIZES, chat, serving
+from loopback import HTTP, MESSAGES, MODEL, QUESTION, SIZES, chat
 
 # --- the same text ----------------------------------------------------------------------------------------------------
 
@@ -23,14 +22,6 @@ def test_a_chat_is_what_generate_writes(client, pair):
     assert [chat(client, **limit).choices[0].finish_reason for limit in ({}, {"max_tokens": 3})] == ["stop", "length"]
     usage = answer.usage
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-
-
-def test_a_target_without_a_drafter_answers_too(pair):
-    with serving(pair._replace(drafter=NoDrafter(pair.target))) as alone:
-        for _ in range(2):
-            assert chat(alone.client(), max_tokens=40).choices[0].message.content == pair.answer(
-                QUESTION, max_new_tokens=40
-            )
 
 
 def test_a_crowd_gets_the_same_texts_as_each_would_alone(client, pair):
@@ -62,34 +53,6 @@ def test_completions_go_on_with_text_and_with_token_ids(client, pair):
     assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == wanted
 
 
-def test_stop_strings_end_a_text_and_are_cut_off(client, pair):
-    whole = pair.answer(QUESTION)
-    stop = whole[20:24]
-    assert chat(client, stop=[stop, "never"]).choices[0].message.content == whole[: whole.index(stop)]
-    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chat(client, stop=stop, stream=True))
-    assert streamed == whole[: whole.index(stop)]
-
-
-def test_stop_tokens_end_a_text_without_being_told(client, pair):
-    whole = pair.answer(QUESTION)
-    ids = pair.tokenizer(whole, add_special_tokens=False)["input_ids"]
-    told = chat(client, extra_body={"stop_token_ids": [ids[6]]}).choices[0]
-    first = ids.index(ids[6])
-    assert (told.message.content, told.finish_reason) == (pair.tokenizer.decode(ids[:first]), "stop")
-    kept = chat(client, extra_body={"stop_token_ids": [ids[6]], "include_stop_str_in_output": True}).choices[0]
-    assert kept.message.content == pair.tokenizer.decode(ids[: first + 1])
-
-
-def test_a_limit_of_minus_one_is_none(client, pair):
-    """llama.cpp's and LM Studio's clients send it."""
-    for limit in ({"max_tokens": -1}, {"max_completion_tokens": -1}):
-        assert chat(client, **limit).choices[0].message.content == pair.answer(QUESTION)
-    ids = encode_chat(pair.tokenizer, MESSAGES)
-    told = client.completions.create(model=MODEL, prompt=ids, temperature=0, max_tokens=-1)
-    assert told.usage.completion_tokens > 16, "more than completions write where nothing is said"
-    assert told.choices[0].text == pair.answer(QUESTION)
-
-
 def test_several_choices_share_one_prompt(client):
     told = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, n=3, temperature=1.5, seed=7, max_tokens=16
@@ -110,9 +73,6 @@ def test_log_probabilities_are_the_targets_own(client, pair):
     logits = pair.target(torch.tensor([encode_chat(pair.tokenizer, MESSAGES)])).logits[0, -1]
     wanted = logits.detach().float().log_softmax(-1).max().item()
     assert told.logprobs.content[0].logprob == pytest.approx(wanted, abs=1e-4)
-    legacy = client.completions.create(model=MODEL, prompt="A shop", temperature=0, max_tokens=4, logprobs=2)
-    assert len(legacy.choices[0].logprobs.token_logprobs) == 4
-    assert len(legacy.choices[0].logprobs.top_logprobs[0]) == 2
 
 
 def test_penalties_and_biases_change_what_is_written(client, pair):
@@ -121,18 +81,6 @@ def test_penalties_and_biases_change_what_is_written(client, pair):
     assert biased.choices[0].message.content == pair.tokenizer.decode([token] * 4)
     penalised = chat(client, logit_bias={str(token): 20}, frequency_penalty=2.0, presence_penalty=2.0, max_tokens=40)
     assert penalised.choices[0].message.content != pair.tokenizer.decode([token] * 40)
-
-
-def test_the_next_turn_is_not_read_again(client, pair):
-    first = chat(client, max_tokens=24)
-    turn = [*MESSAGES, {"role": "assistant", "content": first.choices[0].message.content}]
-    turn.append({"role": "user", "content": "And on Monday?"})
-    second = chat(client, turn, max_tokens=24)
-    read_again = second.usage.prompt_tokens - second.usage.prompt_tokens_details.cached_tokens
-    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 3
-    assert read_again < 16
-    ids = encode_chat(pair.tokenizer, turn)
-    assert second.choices[0].message.content == pair.text(ids, max_new_tokens=24)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
