@@ -8,7 +8,14 @@ import torch
 from safetensors.torch import load_file
 from tiny_checkpoints import KEPT_IDS, LAYER_0, REFUSES, VARIANTS, make
 
-from eagle31_hf.checkpoints import FORMATS, WRITTEN_FORMATS, Checkpoint, read_checkpoint, write_checkpoint
+from eagle31_hf.checkpoints import (
+    FORMATS,
+    WRITTEN_FORMATS,
+    Checkpoint,
+    inspect_checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
 from eagle31_hf.checkpoints.layouts import COMPLETED_LAYER, HS_INDEX, SGLANG_RULE
 from eagle31_hf.errors import ConfigurationError
 
@@ -37,6 +44,10 @@ def test_there_and_back_is_byte_identical(tmp_path, name, format):
     write_checkpoint(checkpoint, tmp_path / "here", format=format)
     once = read_checkpoint(tmp_path / "here")
     assert (once.format, once.metadata) == (format, {"target_model": TARGET})
+    summary = inspect_checkpoint(tmp_path / "here")
+    assert summary.method == ("EAGLE 3.1" if checkpoint.config.is_eagle31 else "EAGLE-3")
+    stored = load_file(tmp_path / "here" / "model.safetensors").values()
+    assert summary.stored_bytes == sum(tensor.nbytes for tensor in stored)
     expected = checkpoint.config.to_dict() | {"dtype": "bfloat16"}
     differing = {key for key in expected if expected[key] != once.config.to_dict()[key]}
     assert differing <= {"architectures", "bos_token_id", "eos_token_id"}

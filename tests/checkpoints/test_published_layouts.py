@@ -1,34 +1,13 @@
 """Published layouts written down by hand: what is read of them."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from tiny_checkpoints import PLAIN, SPECFORGE, layout, save, speculators_config
 
-from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import inspect_checkpoint, read_checkpoint
 from eagle31_hf.errors import CheckpointFormatError
-from families import recurrent_target
-from helpers import SHARED, assert_same_text
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-
-
-@pytest.mark.parametrize(
-    ("name", "method", "aux_norm"), [("eagle31", "EAGLE 3.1", "per_slot"), ("eagle3", "EAGLE-3", "none")]
-)
-def test_reads_the_trained_demo_drafters(name, method, aux_norm):
-    folder = SHARED / "models" / f"demo-drafter-{name}"
-    checkpoint, summary = read_checkpoint(folder), inspect_checkpoint(folder)
-    config = checkpoint.config
-    assert (config.hidden_size, config.vocab_size, config.draft_vocab_size) == (256, 8192, 4096)
-    assert (config.aux_norm, config.norm_output, config.num_hidden_layers) == (aux_norm, name == "eagle31", 1)
-    assert checkpoint.tensors["fc.weight"].dtype == config.dtype == torch.bfloat16
-    assert (checkpoint.format, summary.method) == ("plain", method)
-    assert summary.stored_bytes == sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
-    json.dumps(summary.to_dict())
 
 
 @pytest.mark.parametrize(
@@ -76,36 +55,3 @@ def test_dtype_is_converted_but_not_the_map(tmp_path):
     kinds = {tensor.dtype for name, tensor in checkpoint.tensors.items() if name != "d2t"}
     assert kinds == {torch.bfloat16} == {checkpoint.config.dtype}
     assert checkpoint.tensors["d2t"].dtype == torch.int64
-
-
-# --- published for targets of which most layers keep states ----------------------------------------------------------
-# Every block counts, whatever it keeps: Nemotron's experts have blocks of their own.
-
-NEMOTRON = ["linear_attention", "moe", "linear_attention", "moe", "linear_attention", "full_attention", "moe"]
-
-
-@pytest.mark.parametrize(
-    ("config", "first_layer", "layers", "family", "fields"),
-    [
-        (  # Qwen3.5-MoE, by speculators, whose ids are those of the states that enter layers
-            speculators_config(**{IDS: [3, 19, 39]}), "layers.0", [3, 19, 39],
-            "qwen3_5_moe_text", {"num_hidden_layers": 40, "layer_types": None},
-        ),
-        (  # Nemotron-Cascade-2-30B-A3B, whose drafter sees a window
-            PLAIN | {IDS: [2, 26, 48], "sliding_window": 4096, "layer_types": ["sliding_attention"]}, "midlayer",
-            [2, 26, 48], "nemotron_h", {"layers_block_type": (NEMOTRON * 8)[:52]},
-        ),
-    ],
-)  # fmt: skip
-@pytest.mark.thorough(every=2)
-def test_a_drafter_for_a_hybrid_reads_its_blocks_and_writes_its_text(
-    tmp_path, config, first_layer, layers, family, fields
-):
-    target = recurrent_target(family, hidden_size=8, vocab_size=20, intermediate_size=12, **fields)
-    drafter = Eagle31Drafter.from_pretrained(save(tmp_path, config, layout(first_layer)), target=target)
-    ids = torch.tensor([[3, 5, 7, 11]])
-    with torch.no_grad(), drafter.binding.capturing():
-        out = target(ids, output_hidden_states=True)
-        aux = drafter.binding.take_aux()
-    assert torch.equal(aux, torch.cat([out.hidden_states[layer] for layer in layers], -1))
-    assert_same_text(target, drafter, ids, do_sample=False, max_new_tokens=8, pad_token_id=0)

@@ -27,7 +27,6 @@ from helpers import target_of
 
 bnb: Any = pytest.importorskip("bitsandbytes")
 
-DTYPES = ["float32", "bfloat16", "float16"]
 shapes = st.tuples(st.integers(1, 40), st.sampled_from([64, 128, 192, 320]))
 
 
@@ -41,22 +40,6 @@ def test_a_packed_matrix_is_near_its_own(shape: tuple[int, int], name: str, seed
     error = (matrix_of(packed) - weight).abs().max()
     assert error <= LARGEST_ERROR[name] * weight.abs().max() + 1e-5
     assert storage_bytes(packed) == scheme.matrix_bytes(*shape)
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.integers(2, 7), st.sampled_from(list(SCHEMES_OF_DRAFTERS)), st.sampled_from(DTYPES))
-@torch.no_grad()
-def test_rows_of_a_packed_product_are_independent(rows: int, name: str, dtype: str) -> None:
-    kind = getattr(torch, dtype)
-    packed = pack_matrix(torch.randn(32, 64), SCHEMES_OF_DRAFTERS[name], torch.randn(32)).to(kind)
-    x = torch.randn(2, rows, 64).to(kind)
-    x[0, 0, 5] = 40
-    out = packed(x)
-    assert out.shape == (2, rows, 32)
-    assert out.dtype == kind
-    alone = torch.stack([torch.cat([packed(x[b, i : i + 1]) for i in range(rows)]) for b in range(2)])
-    bound = 1e-5 if kind == torch.float32 else 4 * torch.finfo(kind).eps
-    assert (out - alone).abs().max() <= bound * alone.abs().max()
 
 
 @pytest.mark.parametrize("name", SCHEMES_OF_DRAFTERS)

@@ -20,6 +20,7 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, NotAttachedError
 from eagle31_hf.targets.binding import TargetBinding
 from eagle31_hf.targets.fresh_drafter import default_config
+from families import recurrent_target
 from helpers import (
     CONFIGS,
     DEMO_DRAFTER,
@@ -53,11 +54,12 @@ def llama() -> Any:
 
 @torch.no_grad()
 @pytest.mark.contract
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_5_moe_text", "nemotron_h"])
 def test_hooks_see_what_output_hidden_states_shows(name: str) -> None:
-    """In the order of the config, which may name one twice."""
-    target = random_target(CONFIGS[name]())
-    indices = [LAYERS, *range(LAYERS), 0]
+    """In the order of the config, which may name one twice. Every block counts, whatever it keeps."""
+    target = random_target(CONFIGS[name]()) if name in CONFIGS else recurrent_target(name)
+    layers = target.config.num_hidden_layers
+    indices = [layers, *range(layers), 0]
     binding = TargetBinding(
         target, default_config(target.config, num_aux_hidden_states=len(indices), aux_layers=indices)
     )
@@ -68,10 +70,9 @@ def test_hooks_see_what_output_hidden_states_shows(name: str) -> None:
     for index, found in zip(indices[1:], states, strict=True):
         assert torch.equal(found, shown.hidden_states[index]), index
     # The last one is shown after the final norm; a tap takes it before.
-    assert not torch.allclose(last, shown.hidden_states[LAYERS], atol=1e-3)
-    decoder = target.get_decoder()
-    norm = getattr(decoder, "norm", None) or decoder.final_layer_norm
-    torch.testing.assert_close(norm(last), shown.hidden_states[LAYERS])
+    assert not torch.allclose(last, shown.hidden_states[layers], atol=1e-3)
+    (norm,) = (part for name, part in target.get_decoder().named_children() if "norm" in name)
+    torch.testing.assert_close(norm(last), shown.hidden_states[layers])
     binding.close()
 
 

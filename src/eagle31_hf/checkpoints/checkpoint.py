@@ -121,17 +121,12 @@ class CheckpointSummary:
         return named_target(self.metadata)
 
     def to_dict(self) -> dict[str, Any]:
-        """The summary as JSON-ready values, the network's facts flattened beside the file's."""
+        """The summary as JSON-ready values, the configuration's beside the file's."""
         of_file = ("source", "format", "format_title", "method", "dtype", "parameters", "stored_bytes",
                    "aux_layers_as_stored", "target")  # fmt: skip
-        of_network = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                      "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size",
-                      "num_aux_hidden_states", "aux_norm", "norm_output", "norm_before_residual", "qk_norm", "fc_bias",
-                      "own_embedding", "own_lm_head", "rms_norm_eps", "max_position_embeddings", "rope_parameters",
-                      "aux_layers")  # fmt: skip
         return {
+            **self.config.to_dict(),
             **{fact: getattr(self, fact) for fact in of_file},
-            **{fact: getattr(self.config, fact) for fact in of_network},
             "tensors": {name: list(shape) for name, shape in self.tensors.items()},
             "notes": list(self.notes),
         }

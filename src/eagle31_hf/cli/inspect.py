@@ -26,20 +26,18 @@ def inspect(
     """Tell what a drafter checkpoint is, from its headers alone."""
     summary = inspect_checkpoint(path_or_id, revision=revision)
     console = make_console()
-    console.print(summary_table(summary))
-    console.print()
-    console.print(tensor_table(summary))
-    write_json(json_path, summary.to_dict())
-
-
-def summary_table(summary: CheckpointSummary) -> Table:
-    """What a checkpoint is."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column()
     for fact, value in _facts(summary):
-        table.add_row(fact, value)
-    return table
+        facts.add_row(fact, value)
+    tensors = Table("tensor", "shape", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name, shape in summary.tensors.items():
+        tensors.add_row(name, " × ".join(map(str, shape)))
+    console.print(facts)
+    console.print()
+    console.print(tensors)
+    write_json(json_path, summary.to_dict())
 
 
 def _facts(summary: CheckpointSummary) -> list[tuple[str, str | Text]]:
@@ -86,11 +84,3 @@ def _states_of_head(c: MtpConfig) -> list[tuple[str, str]]:
         ("feedback", f"its own output, {behind[c.norm_output]}"),
         ("embedding and LM head", "the target's"),
     ]
-
-
-def tensor_table(summary: CheckpointSummary) -> Table:
-    """Stored names and shapes."""
-    table = Table("tensor", "shape", box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name, shape in summary.tensors.items():
-        table.add_row(name, " × ".join(map(str, shape)))
-    return table
