@@ -52,38 +52,22 @@ _OWN = _PREFIX + r"mtp\.(.+)"
 _LAST_LAYER = _PREFIX + r"layers\.{layers}\.(.+)"
 _ERNIE = _PREFIX + r"((?:mtp_\w+\.0|norm)\..+)"
 
-_QWEN_NAMES = {"pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm."}
-_DEEPSEEK_NAMES = {
-    "eh_proj.": "fc.",
-    "enorm.": "enorm.",
-    "hnorm.": "hnorm.",
-    "shared_head.norm.": "norm.",
-    "shared_head.head.": None,  # copies of the target's
-    "embed_tokens.": None,
-    "": "layers.0.",
-}
-_NEMOTRON_NAMES = {
-    "layers.0.eh_proj.": "fc.",
-    "layers.0.enorm.": "enorm.",
-    "layers.0.hnorm.": "hnorm.",
-    "layers.1.final_layernorm.": "norm.",
-}
-_ERNIE_NAMES = {  # and its norm is the target's final norm, which the head has no other of
-    "mtp_linear_proj.0.": "fc.",
-    "mtp_emb_norm.0.": "enorm.",
-    "mtp_hidden_norm.0.": "hnorm.",
-    "mtp_block.0.": "layers.0.",
-}
-_MIMO_NAMES = {
-    "layers.0.eh_proj.": "fc.",
-    "layers.0.enorm.": "enorm.",
-    "layers.0.hnorm.": "hnorm.",
-    "layers.0.final_layernorm.": "norm.",
+_NAMES: dict[str, str | None] = {
+    # Qwen, Mellum, EXAONE
+    "pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm.",
+    # DeepSeek, GLM; `None`: copies of the target's
+    "eh_proj.": "fc.", "shared_head.norm.": "norm.", "shared_head.head.": None, "embed_tokens.": None,
+    "enorm.": "enorm.", "hnorm.": "hnorm.",
+    # Nemotron, MiMo
+    "layers.0.eh_proj.": "fc.", "layers.0.enorm.": "enorm.", "layers.0.hnorm.": "hnorm.",
+    "layers.0.final_layernorm.": "norm.", "layers.1.final_layernorm.": "norm.",
     "layers.0.pre_mlp_layernorm.": "layers.0.post_attention_layernorm.",
     "layers.0.self_attn.attention_sink_bias": "layers.0.self_attn.sinks",
-    "layers.0.": "layers.0.",
-    "layers.": None,  # modules for later drafts, which the first one makes here
-}
+    # Ernie, whose norm is the target's final norm
+    "mtp_linear_proj.0.": "fc.", "mtp_emb_norm.0.": "enorm.", "mtp_hidden_norm.0.": "hnorm.",
+    "mtp_block.0.": "layers.0.",
+}  # fmt: skip
+"""How names of a head's tensors begin in some family, and what they are here. Others are ours, or a family's own."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +75,16 @@ class MtpFamily:
     """How one family of targets stores its head, and what the head computes.
 
     Attributes:
-        names: how stored names begin, and what they are here, as `renamed` takes it.
         stored: pattern of the stored names, with `{layers}` of the target; group 1 is the name in the head.
+        others: beginnings of names that `_NAMES` does not have.
         layer_types: kinds of the head's layers, or the name of the config field that says so: without that field, the
             kind of the target's first layer.
         fields: what else the head's text configuration says differently from the target's.
         count: config field that says how many modules there are.
     """
 
-    names: Mapping[str, str | None]
     stored: str = _OWN
+    others: Mapping[str, str | None] = field(default_factory=dict)
     layer_types: tuple[str, ...] | str = ("full_attention",)
     fields: Mapping[str, Any] = field(default_factory=dict)
     count: str = "num_nextn_predict_layers"
@@ -112,10 +96,11 @@ class MtpFamily:
 
 
 _QWEN_MOE_FIELDS = {"mlp_only_layers": [], "decoder_sparse_step": 1}
-_QWEN = MtpFamily(_QWEN_NAMES, count="mtp_num_hidden_layers")
-_QWEN_MOE = MtpFamily(_QWEN_NAMES, fields=_QWEN_MOE_FIELDS, count="mtp_num_hidden_layers")
-_DEEPSEEK = MtpFamily(_DEEPSEEK_NAMES, _LAST_LAYER, fields={"first_k_dense_replace": 0})
-_EXAONE = MtpFamily(_QWEN_NAMES, layer_types="mtp_layer_types")
+_QWEN = MtpFamily(count="mtp_num_hidden_layers")
+_QWEN_MOE = replace(_QWEN, fields=_QWEN_MOE_FIELDS)
+_DEEPSEEK = MtpFamily(_LAST_LAYER, {"": "layers.0."}, fields={"first_k_dense_replace": 0})
+_EXAONE = MtpFamily(layer_types="mtp_layer_types")
+_ONE_MODULE = {"layers.0.": "layers.0.", "layers.": None}  # further ones are for drafts that the first makes here
 
 FAMILIES: dict[str, MtpFamily] = {
     "qwen3_5": _QWEN,
@@ -124,15 +109,17 @@ FAMILIES: dict[str, MtpFamily] = {
     "qwen3_5_moe_text": _QWEN_MOE,
     "qwen3_next": _QWEN_MOE,
     "glm4_moe": _DEEPSEEK,
-    "glm4_moe_lite": MtpFamily(_DEEPSEEK_NAMES, _LAST_LAYER, fields={"mlp_layer_types": ["sparse"]}),
+    "glm4_moe_lite": replace(_DEEPSEEK, fields={"mlp_layer_types": ["sparse"]}),
     "deepseek_v3": _DEEPSEEK,
-    "mellum": MtpFamily(_QWEN_NAMES, layer_types="mtp_layer_types", fields={"mlp_layer_types": ["sparse"]}),
-    "nemotron_h": MtpFamily(_NEMOTRON_NAMES, layer_types="mtp_layers_block_type"),
+    "mellum": replace(_EXAONE, fields={"mlp_layer_types": ["sparse"]}),
+    "nemotron_h": MtpFamily(layer_types="mtp_layers_block_type"),
     "exaone_moe": replace(_EXAONE, fields={"mlp_layer_types": ["dense"]}),
     "exaone4": _EXAONE,
     "exaone4_5_text": _EXAONE,
-    "ernie4_5_moe": MtpFamily(_ERNIE_NAMES, _ERNIE, fields={"moe_layer_start_index": 1}),
-    "mimo_v2_flash": MtpFamily(_MIMO_NAMES, layer_types=("sliding_attention",), fields={"mlp_layer_types": ["dense"]}),
+    "ernie4_5_moe": MtpFamily(_ERNIE, fields={"moe_layer_start_index": 1}),
+    "mimo_v2_flash": MtpFamily(
+        others=_ONE_MODULE, layer_types=("sliding_attention",), fields={"mlp_layer_types": ["dense"]}
+    ),
 }
 """By `model_type` of the target's text configuration. All read the state behind the target's final norm and feed back
 their own normed output. Engines differ over Ernie and MiMo: an ablation of Ernie's head and acceptance measured with
@@ -225,10 +212,10 @@ def find_head(folder: Path) -> StoredHead | None:
     family = family_of(raw_config)
     if family is None:
         return None
-    pattern = family.pattern(raw_config)
+    pattern, beginnings = family.pattern(raw_config), {**_NAMES, **family.others}
     stored = open_shards(_files_with(folder, pattern))
     inner_names = {name: match[1] for name in stored.headers if (match := pattern.fullmatch(name))}
-    names = {ours: name for name, inner in inner_names.items() if (ours := renamed(inner, family.names)) is not None}
+    names = {ours: name for name, inner in inner_names.items() if (ours := renamed(inner, beginnings)) is not None}
     stored = replace(stored, headers={name: stored.headers[name] for name in names.values()})
     return StoredHead(folder, raw_config, family, stored, names) if names.keys() - {"norm.weight"} else None
 
