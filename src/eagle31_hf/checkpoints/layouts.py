@@ -69,7 +69,7 @@ class Layout:
     name: str
     title: str
     recognises: Callable[[Mapping[str, Any], Collection[str]], bool]
-    layer_ids: tuple[tuple[str, str], ...]
+    layer_ids: tuple[tuple[str, str], ...] = ((LAYER_IDS, HS_INDEX), (NESTED_LAYER_IDS, SGLANG_RULE))
     lacks: frozenset[str] | None = None
     architecture: str = ""
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -142,7 +142,6 @@ _TABLE = (
         recognises=lambda config, names: (
             _has_architecture(config, "Eagle3Deepseek") or any("kv_a_proj_with_mqa" in name for name in names)
         ),
-        layer_ids=((LAYER_IDS, HS_INDEX), (NESTED_LAYER_IDS, SGLANG_RULE)),
         lacks=frozenset({"grouped", "concatenated", "fc_bias", "biases", "shared_head_rows"}),
         architecture="Eagle3DeepseekV2ForCausalLM",
         constants={"model_type": "deepseek_v3", "tie_word_embeddings": False},
@@ -180,7 +179,6 @@ _TABLE = (
         name="modelopt",
         title="NVIDIA ModelOpt",
         recognises=lambda config, names: not _MODELOPT_MARKS.isdisjoint(config.get("eagle_config") or ()),
-        layer_ids=((NESTED_LAYER_IDS, SGLANG_RULE), (LAYER_IDS, HS_INDEX)),
     ),
     Layout(
         name="specforge",
@@ -188,13 +186,11 @@ _TABLE = (
         recognises=lambda config, names: (
             _has_architecture(config, "LlamaForCausalLMEagle3") and "num_aux_hidden_states" not in config
         ),
-        layer_ids=((NESTED_LAYER_IDS, SGLANG_RULE), (LAYER_IDS, HS_INDEX)),
     ),
     Layout(
         name="plain",
         title="plain (SafeAILab, nebius, and what this package writes)",
         recognises=lambda config, names: True,
-        layer_ids=((LAYER_IDS, HS_INDEX), (NESTED_LAYER_IDS, SGLANG_RULE)),
         lacks=frozenset({"latent", "qk_norm"}),  # the class both engines load it with has no query/key norms
         architecture="LlamaForCausalLMEagle3",
         constants={"model_type": "llama", "tie_word_embeddings": False},
