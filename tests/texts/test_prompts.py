@@ -69,30 +69,29 @@ def test_the_published_files():
 
 def test_a_hub_data_set_is_read_by_its_test_split(monkeypatch):
     asked = []
+    data = {"train": [{"prompt": "no"}], "test": [{"prompt": "yes", "category": "kind"}]}
 
     def load(repository, config, split=None):
-        asked.append((repository, config))
+        asked.append((repository, config, split))
         if split is not None:
             return [{"prompt": split}]
-        if repository == "org/one":
-            return {"prompts": [{"prompt": "only"}]}
-        if repository != "org/data":
+        if repository not in ("org/data", "org/one", "org/two"):
             raise ConnectionError("no way\nthere")
-        return {"train": [{"prompt": "no"}], "test": [{"prompt": "yes", "category": "kind"}]}
+        return {"org/data": data, "org/one": {"prompts": [{"prompt": "only"}]}, "org/two": {"a": [], "b": []}}[
+            repository
+        ]
 
     monkeypatch.setattr("datasets.load_dataset", load)
     monkeypatch.setattr("datasets.get_dataset_config_names", lambda repository: ["qualitative"])
     (prompt,) = read_prompts(["speed=org/data:qualitative"])
     assert (prompt.id, prompt.category, prompt.messages[0]["content"]) == ("speed/1", "kind", "yes")
-    assert read_prompts(["org/data:train"])[0].messages[0]["content"] == "no"
-    assert read_conversations(["org/data:x:train"])[0].messages[0]["content"] == "no"
-    assert asked == [("org/data", "qualitative"), ("org/data", None), ("org/data", "x")]
     assert read_prompts(["org/one"])[0].messages[0]["content"] == "only"
-    for part in ("train[:1000]", "train[:5%]+test"):
+    for part in ("train", "train[:1000]", "train[:5%]+test"):
         for source in (f"org/data:{part}", f"org/data:x:{part}"):
             assert read_conversations([source])[0].messages[0]["content"] == part
-    with pytest.raises(TrainingError, match="no split 'dev'; it has train, test"):
-        read_prompts(["org/data:x:dev"])
+    assert [asked[0], asked[3]] == [("org/data", "qualitative", None), ("org/data", "x", "train")]
+    with pytest.raises(TrainingError, match="no split 'test'; name one of a, b"):
+        read_prompts(["org/two"])
     with pytest.raises(TrainingError, match=r"'org/other', and the Hub did not give it: no way; check"):
         read_prompts(["org/other"])
 

@@ -131,17 +131,15 @@ def _hub_rows(source: str, splits: Sequence[str]) -> Rows:
         if len(parts) == 1 and parts[0] not in datasets.get_dataset_config_names(name):
             parts = ["", *parts]
         config, split = (*parts, "", "")[:2]
-        if any(sign in split for sign in "[+"):
-            found: Any = {split: datasets.load_dataset(name, config or None, split=split)}
-        else:
-            found = datasets.load_dataset(name, config or None)
+        found: Any = datasets.load_dataset(name, config or None, split=split or None)
     except Exception as error:  # the Hub, the network, a loading script that is refused
         raise TrainingError(
             f"no file or folder {source!r}, and the Hub did not give it: {first_line(error)}; check its name, your "
             "access and the network"
         ) from error
-    wanted = [split] if split else list(splits) + (list(found) if len(found) == 1 else [])
-    chosen = next((each for each in wanted if each in found), None)
-    if chosen is None:
-        raise TrainingError(f"the data set {source!r} has no split {split or splits[0]!r}; it has {', '.join(found)}")
-    yield from ((number, f"{source}, row {number}", row) for number, row in enumerate(map(dict, found[chosen]), 1))
+    if not split:
+        split = next((each for each in splits if each in found), next(iter(found)) if len(found) == 1 else "")
+        if not split:
+            raise TrainingError(f"the data set {source!r} has no split {splits[0]!r}; name one of {', '.join(found)}")
+        found = found[split]
+    yield from ((number, f"{source}, row {number}", row) for number, row in enumerate(map(dict, found), 1))
