@@ -34,4 +34,4 @@ def writing(**fields: Any) -> TrainingSettings:
 def run_of(settings: TrainingSettings, target: Any, tokenizer: Any, log: io.StringIO | None = None) -> Run:
     """A run that says what it does to `log`."""
     console = Console(file=log or io.StringIO(), width=200)
-    return Run(settings, target, tokenizer, console, StopRequest(console))
+    return Run(settings, target, tokenizer, console, StopRequest(console, settings.out))

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from eagle31_hf.errors import TrainingError
 from eagle31_hf.stats import Acceptance
-from eagle31_hf.training.progress import StopRequest, describe_kept, open_folder, telling_what_is_kept
+from eagle31_hf.training.progress import StopRequest, describe_kept, open_folder
 from eagle31_hf.training.report import (
     StageResult,
     TrainingPlan,
@@ -92,7 +92,7 @@ def test_a_stopped_run_tells_what_it_has_kept(out: Path, number: int, raised: ty
     interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     before, folder = signal.getsignal(signal.SIGTERM), out if keeps else out / "none"
     console = Console(file=io.StringIO(), width=300)
-    with pytest.raises(raised), telling_what_is_kept(folder, console, StopRequest(console)):
+    with pytest.raises(raised), StopRequest(console, folder):
         signal.raise_signal(number)
     signal.signal(signal.SIGINT, interrupted)
     kept = f"kept in {out}: 2 self-written prompts, 2 answers, stage1 up to step 1,500; go on with the same options and"

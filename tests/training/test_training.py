@@ -20,7 +20,7 @@ from eagle31_hf.training.data import PackedDocuments
 from eagle31_hf.training.measure import EvaluationPrompt, write_texts
 from eagle31_hf.training.objectives import DistillationModel
 from eagle31_hf.training.preparation import set_vocabulary
-from eagle31_hf.training.progress import StopRequest, telling_what_is_kept
+from eagle31_hf.training.progress import StopRequest
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.train import leave_process_group
 from eagle31_hf.training.trainer import DistillationTrainer, copy_weights, last_checkpoint
@@ -206,10 +206,9 @@ class Signalled(TrainerCallback):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
     trainer, written = make_trainer(tmp_path, steps=5), io.StringIO()
-    stop = StopRequest(Console(file=written))
-    for callback in (stop, Signalled(number, step=2)):
-        trainer.add_callback(callback)
-    with telling_what_is_kept(tmp_path, Console(file=written), stop):
+    with StopRequest(Console(file=written), tmp_path) as stop:
+        for callback in (stop, Signalled(number, step=2)):
+            trainer.add_callback(callback)
         trainer.train()
     with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt):
         stop.leave()
@@ -220,11 +219,10 @@ def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint(tmp_path: Path,
 def stop_together(folder: Path, number: int) -> None:
     """A signal comes to the second of two processes alone."""
     trainer = make_trainer(folder, steps=5, save_steps=5)
-    stop = StopRequest(Console(quiet=True))
-    trainer.add_callback(stop)
     if not trainer.is_world_process_zero():
         trainer.add_callback(Signalled(number, step=2))
-    with telling_what_is_kept(folder, Console(quiet=True), stop):
+    with StopRequest(Console(quiet=True), folder) as stop:
+        trainer.add_callback(stop)
         trainer.train()
     assert trainer.state.global_step == 3
     del trainer
@@ -241,10 +239,10 @@ def test_a_signal_to_one_process_ends_all_behind_the_same_step(tmp_path: Path) -
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, steps=5)
-    stop = StopRequest(Console(file=io.StringIO()))
+    stop = StopRequest(Console(quiet=True), tmp_path)
     for callback in (stop, Signalled(signal.SIGTERM, 2), Signalled(signal.SIGTERM, 2)):
         trainer.add_callback(callback)
-    with pytest.raises(SystemExit), telling_what_is_kept(tmp_path, Console(file=io.StringIO()), stop):
+    with pytest.raises(SystemExit), stop:
         trainer.train()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
 

@@ -7,8 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,13 +183,31 @@ class StopRequest(TrainerCallback):
     """SIGTERM or Ctrl-C: while steps are done the run ends behind the step, with a checkpoint, else at once.
 
     A second signal ends it at once, too. Of several processes each may hear it within another step, or one alone: all
-    end behind the same, and no signal ends one before.
+    end behind the same, and no signal ends one before. Signals are heard within its context, and a run that they end
+    says what it has kept.
+
+    Args:
+        out: the run's folder.
     """
 
-    def __init__(self, console: Console):
-        self._console = console
+    def __init__(self, console: Console, out: Path):
+        self._console, self._out = console, out
         self._steps = False  # whether steps are being done
+        self._handlers: dict[int, Any] = {}  # of before
         self.number = 0  # of the signal that came
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self.hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind in (KeyboardInterrupt, SystemExit):
+            kept = describe_kept(self._out)
+            going_on = f"kept in {self._out}: {kept}; go on with the same options and --resume"
+            say(self._console, f"stopped; {going_on if kept else 'nothing was kept yet'}")
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def hear(self, number: int, frame: Any = None) -> None:
         """Handler of the signals."""
@@ -218,24 +235,3 @@ class StopRequest(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._steps = False
-
-
-@contextmanager
-def telling_what_is_kept(out: Path, console: Console, stop: StopRequest) -> Iterator[None]:
-    """Within, SIGTERM and Ctrl-C go to `stop`, and a run that they end says what it has kept."""
-    listens = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    if listens:
-        for number in before:
-            signal.signal(number, stop.hear)
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        kept = describe_kept(out)
-        advice = f"kept in {out}: {kept}; go on with the same options and --resume" if kept else "nothing was kept yet"
-        say(console, f"stopped; {advice}")
-        raise
-    finally:
-        if listens:
-            for number, handler in before.items():
-                signal.signal(number, handler)

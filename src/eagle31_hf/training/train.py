@@ -40,7 +40,7 @@ from .data import coverage as share_covered
 from .measure import EvaluationPrompt, KnownTexts, evaluation_prompts, served_processing, write_texts
 from .objectives import AcceptanceModel, DistillationModel, require_stage_two
 from .preparation import is_small, load_target, make_drafter, precision_of_result, resolve, set_vocabulary, split_rows
-from .progress import Counting, LiveProgress, StopRequest, is_first_process, open_folder, say, telling_what_is_kept
+from .progress import Counting, LiveProgress, StopRequest, is_first_process, open_folder, say
 from .report import (
     Recipes,
     StageResult,
@@ -98,8 +98,7 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
     if settings.drafter is not None:
         inspect_checkpoint(settings.drafter)  # before a large target is loaded
     set_seed(settings.seed)
-    stop = StopRequest(console)
-    with telling_what_is_kept(settings.out, console, stop), warnings.catch_warnings():
+    with StopRequest(console, settings.out) as stop, warnings.catch_warnings():
         # Norms of a float32 drafter read bfloat16 under autocast: a slower kernel, but of a small part of the work.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         with console.status("loading the target"):
