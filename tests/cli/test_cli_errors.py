@@ -94,7 +94,7 @@ REFUSED = {
     "inspect {top}/many": "drafter-04 and 7 more have",
     # --- without a drafter, or with the head inside a target
     "doctor --target {target} --drafter none": "this command is about a drafter",
-    "train {target} --prompts self --out {top}/out --drafter none": "leave drafter out",
+    "train {target} --prompts self --out {top}/out --drafter none": "to train a fresh drafter leave it out",
     "chat --target {target} --drafter none --tree-width 4": "got draft_top_k=4, but there is no drafter.*as chains",
     "plan {target} --drafter none --draft-tokens 4": "a plan without a drafter",
     "generate --target {target} --drafter mtp --prompt x": "holds no MTP head that can be read.*qwen3_5",
