@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
@@ -33,7 +32,7 @@ from ..stats import Acceptance
 from ..targets.binding import TargetBinding
 from ..texts.rows import FIRST_MESSAGES, Conversation, up_to_question
 from .data import prompt_ids
-from .writing import KeptLines, OnProgress, place_of, write_batch
+from .writing import OnProgress, write_batch
 
 SERVED_BY = ("bos_token_id", "eos_token_id", "pad_token_id", "temperature", "top_k", "top_p", "min_p")
 """What is left of a target's generation config in texts that acceptance is told from."""
@@ -123,7 +122,6 @@ def write_texts(
     max_new_tokens: int,
     seed: int = 0,
     batch_size: int = 16,
-    kept: Path | None = None,
     on_progress: OnProgress = lambda ended, underway: None,
 ) -> KnownTexts:
     """Let the target answer `prompts` without a drafter, and read its answers once.
@@ -131,14 +129,21 @@ def write_texts(
     Args:
         binding: of the target; its drafter's layers are kept.
         seed: of what is drawn.
-        kept: file (JSONL) with the answers of an earlier run, to which those are added that are not in it.
     """
     ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))  # so that little of a batch is padding
     texts: list[KnownText] = []
     for first in range(0, len(ordered), batch_size):
         batch = ordered[first : first + batch_size]
-        how = {"seed": seed + first, "max_new_tokens": max_new_tokens, **sampling_options(temperature)}
-        answers = _answers(binding.model, [prompt.input_ids for prompt in batch], how, kept, on_progress)
+        with served_by_scores(binding.model):
+            answers = write_batch(
+                binding.model,
+                [prompt.input_ids for prompt in batch],
+                seed=seed + first,
+                max_new_tokens=max_new_tokens,
+                on_token=partial(on_progress, 0),
+                **sampling_options(temperature),
+            )
+        on_progress(len(batch), 0.0)
         for row, (prompt, answer) in enumerate(zip(batch, answers, strict=True)):
             if len(answer) > 1:
                 sampled = (seed + first, len(batch), row, len(answer))
@@ -147,21 +152,6 @@ def write_texts(
     if not texts:
         raise ConfigurationError(f"the target ends its text at once behind all {len(prompts)} prompts; give others")
     return KnownTexts(temperature, served_warping(binding.model, temperature), max_new_tokens, tuple(texts))
-
-
-def _answers(
-    model: Any, prompts: Sequence[list[int]], how: dict[str, Any], kept: Path | None, on_progress: OnProgress
-) -> list[list[int]]:
-    """Answers that are written side by side by these options of `write_batch`, or were by an earlier run."""
-    with served_by_scores(model):
-        served_by = str(model.generation_config)
-        lines = KeptLines(kept, target=place_of(model), served_by=served_by, prompts=prompts, how=how)
-        answers = [line["answer"] for line in lines.rows[-len(prompts) :]]
-        if len(answers) < len(prompts):
-            answers = write_batch(model, prompts, on_token=lambda share: on_progress(0, share * len(prompts)), **how)
-            lines.add(*({"answer": answer} for answer in answers))
-    on_progress(len(prompts), 0.0)
-    return answers
 
 
 def _noise(binding: TargetBinding, seed: int, rows: int, row: int, count: int) -> Tensor:

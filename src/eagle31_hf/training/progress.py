@@ -25,7 +25,7 @@ from .settings import STAGES, TrainingSettings
 from .trainer import last_checkpoint, step_of
 from .writing import MARK
 
-TEXTS = {"prompts": "self-written prompt", "conversations": "answer", "measured": "held-out answer"}
+TEXTS = {"prompts": "self-written prompt", "conversations": "answer"}
 """What a run keeps line by line in its folder (`writing.data_file`)."""
 LINE_EVERY_S = 30.0
 """Where no bar can be drawn, the log gets a line so often."""

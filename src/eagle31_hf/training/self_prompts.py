@@ -156,7 +156,7 @@ def _write_batch_of_prompts(
         [ids(openings[system] + words) for system, words in starts],
         seed=chance.getrandbits(63),
         max_new_tokens=max_new_tokens,
-        on_token=lambda share: on_progress(0, share * size / 2),  # of the texts about half will be kept
+        on_token=lambda written: on_progress(0, written / 2),  # of the texts about half will be kept
         ends=ends,
         enough=MOST_ENDED,
         do_sample=True,

@@ -265,7 +265,6 @@ class Run:
                 write_texts(
                     drafter.binding, mine, temperature, max_new_tokens=self.settings.eval_new_tokens,
                     seed=self.settings.seed + self.rank, on_progress=counting.advance,
-                    kept=data_file(self.settings.out, "measured", self.rank),
                 )
                 for temperature in temperatures
             ]  # fmt: skip

@@ -47,7 +47,7 @@ def write_batch(
     *,
     seed: int,
     max_new_tokens: int,
-    on_token: Callable[[float], None] = lambda share: None,
+    on_token: Callable[[float], None] = lambda written: None,
     ends: set[int] | None = None,
     enough: float = 1.0,
     **options: Any,
@@ -56,7 +56,7 @@ def write_batch(
 
     Args:
         seed: of torch's generators.
-        on_token: called after every token with the share of `max_new_tokens` that is written.
+        on_token: called after every token with how much of the answers is written, in answers.
         ends: tokens that end an answer; default: those of the target's generation config.
         enough: share of the answers after whose end the others are not waited for.
         options: more arguments of `generate`.
@@ -69,7 +69,7 @@ def write_batch(
     end_tokens = torch.tensor(sorted(ends), dtype=torch.long, device=device)
 
     def look(written: Tensor, scores: Any, **others: Any) -> Tensor:
-        on_token((written.shape[1] - longest) / max_new_tokens)
+        on_token(len(written) * (written.shape[1] - longest) / max_new_tokens)
         ended = torch.isin(written[:, longest:], end_tokens).any(1)
         return torch.full_like(ended, bool(ended.sum() >= enough * len(prompts)))
 
@@ -254,8 +254,8 @@ def write_turns(
     turns, ends = max(len(row.given) for row in rows), end_ids(target)
     chance = random.Random(f"{settings.seed} {rows[0].key}")
 
-    def on_turn(turn: int, writing: int, share: float) -> None:
-        on_progress(0, writing * (turn + share) / turns)
+    def on_turn(earlier: int, written: float) -> None:
+        on_progress(0, (earlier + written) / turns)
 
     for turn in range(turns):
         prompts = {row: prompt_ids(tokenizer, row.conversation, row.context()) for row in rows if row.given}
@@ -267,7 +267,7 @@ def write_turns(
             [prompts[row] for row in rows],
             seed=chance.getrandbits(63),
             max_new_tokens=settings.max_new_tokens,
-            on_token=partial(on_turn, turn, len(rows)),
+            on_token=partial(on_turn, turn * len(rows)),
             **sampling_options(rows[0].temperature),
         )
         for row, answer in zip(rows, answers, strict=True):
@@ -285,17 +285,17 @@ class KeptLines:
     """Lines of a file (JSONL) that a run adds to and a later one finds; one that a kill cut short is removed.
 
     Args:
-        path: of the file; `None` keeps nothing.
+        path: of the file.
         written_by: settings. Lines that were written by others stay in the file, and are not found.
 
     Attributes:
         rows: lines written by these settings, in order.
     """
 
-    def __init__(self, path: Path | None, **written_by: Any):
+    def __init__(self, path: Path, **written_by: Any):
         self.path, self._digest = path, digest(written_by)
         self.rows: list[dict[str, Any]] = []
-        if path is None or not path.exists():
+        if not path.exists():
             return
         *whole, cut = path.read_bytes().split(b"\n")
         try:
@@ -311,8 +311,6 @@ class KeptLines:
     def add(self, *rows: dict[str, Any]) -> None:
         """Add rows, and wait until they are on the disk."""
         self.rows += rows
-        if self.path is None:
-            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"written_by": self._digest, **row}, ensure_ascii=False) + "\n" for row in rows)
