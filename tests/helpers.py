@@ -24,7 +24,6 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache import graph_sizes
-from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.drafter.dynamic import grow_tree
 from eagle31_hf.drafter.session import DraftState
 from eagle31_hf.drafting.draft_tree import DraftTree
@@ -35,11 +34,11 @@ from eagle31_hf.loop import decoder, kept_graphs
 from eagle31_hf.loop.choosing import RoundBatch
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.round import Round
+from eagle31_hf.measure.exactness import Kind, judge
 from eagle31_hf.memory.cards import Card
 from eagle31_hf.memory.drafter_facts import read_drafter
 from eagle31_hf.memory.ledger import LedgerTerm, MemorySettings, build_ledger
 from eagle31_hf.memory.target_facts import read_target
-from eagle31_hf.targets.binding import TargetBinding
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 MODELS = SHARED / "models"
@@ -422,76 +421,14 @@ def assert_same_text(
     return text
 
 
-def assert_same_or_tie(model: Any, plain: Tensor, other: Tensor, mask: Tensor | None = None) -> int:
-    """Rows `(B, T)` are equal up to the first token where the model itself cannot tell the two candidates apart.
-
-    A tie is proven under `model`: after the shared prefix the logits of the two tokens are equal within its rounding,
-    four units in the last place in bf16, a hundred-thousandth of the logits' range in fp32. What follows a tie proves
-    nothing and is not compared.
-
-    Args:
-        model: the target.
-        plain, other: text of plain decoding, and of ours.
-        mask: attention mask of the prompts; `None` if nothing is padded.
-
-    Returns:
-        int: rows that ended in a tie.
-    """
-    width = min(plain.shape[1], other.shape[1])
-    differences = plain[:, :width] != other[:, :width]
-    ties = [_assert_tie(model, plain[row], other[row], mask, row) for row in differences.any(1).nonzero().flatten()]
-    assert ties or plain.shape == other.shape, f"got {tuple(other.shape)}, wanted {tuple(plain.shape)}"
-    return len(ties)
-
-
-@torch.no_grad()
-def _assert_tie(model: Any, plain: Tensor, other: Tensor, mask: Tensor | None, row: Tensor) -> None:
-    width = min(len(plain), len(other))
-    at = int((plain[:width] != other[:width]).nonzero()[0])
-    pads = 0 if mask is None else int(mask[row].argmax())
-    logits = model(plain[None, pads:at]).logits[0, -1].float()
-    first, second = logits[plain[at]], logits[other[at]]
-    if model.dtype == torch.bfloat16:
-        rounding = 4 * torch.finfo(torch.bfloat16).eps * max(1.0, float(first.abs()))
-    else:
-        rounding = 1e-5 * float(logits.max() - logits.min())
-    gap = float((first - second).abs())
-    assert gap <= rounding, f"row {int(row)} differs at {at}: logits {gap:.3g} apart, a tie is {rounding:.3g}"
-
-
-@torch.no_grad()
-def own_noise(binding: TargetBinding, text: Tensor, prompt_length: int, tokens: list[int]) -> Tensor:
-    """How far the logits of `tokens` after `text` move when the target reads the same tokens in other steps.
-
-    All are right: the prompt at once, as `generate` does, and what was written one by one, or in blocks of 2, 3 and 5
-    of which each token is computed as alone.
-    """
-    seen = []
-    for block in (1, 2, 3, 5):
-        out = binding.model(text[None, :prompt_length], use_cache=True)
-        for start in range(prompt_length, len(text), block):
-            with binding.one_token_arithmetic.active():
-                out = binding.model(text[None, start : start + block], **{CACHE_ARGUMENT: out[CACHE_ARGUMENT]})
-        seen.append(out.logits[0, -1, tokens].float())
-    return (torch.stack(seen) - seen[0]).abs().amax(0)
-
-
-@torch.no_grad()
-def assert_same_or_own_tie(binding: TargetBinding, plain: Tensor, ours: Tensor, prompt_length: int) -> bool:
-    """Texts `(T,)` are equal up to a token where the target contradicts itself: a tie within twice its own noise.
-
-    Packed weights round their inputs, so that the last bit of an attention score may become a step of a hundredth.
-    """
-    width = min(len(plain), len(ours))
-    different = (plain[:width] != ours[:width]).nonzero()
-    if not len(different):
-        assert plain.shape == ours.shape
-        return False
-    at = int(different[0])
-    candidates = [int(plain[at]), int(ours[at])]
-    noise = own_noise(binding, plain[:at], prompt_length, candidates)
-    logits = binding.model(plain[None, :at]).logits[0, -1, candidates].float()
-    gap = float((logits[0] - logits[1]).abs())
-    rounding = 4 * torch.finfo(torch.bfloat16).eps * max(1.0, float(logits.abs().max()))
-    assert gap <= max(rounding, 2 * float(noise.sum())), f"differs at {at}: {gap:.3g} apart, noise {noise.tolist()}"
-    return True
+def assert_same_or_tie(model: Any, inputs: dict[str, Tensor], plain: Tensor, ours: Tensor) -> int:
+    """Rows `(B, T)` behind these prompts are equal, or part where the target's own rounding decides (`judge`): in
+    blocks of other sizes it computes other logits. Returns how many part."""
+    ids, ties = inputs["input_ids"], 0
+    length, mask = ids.shape[1], inputs.get("attention_mask", torch.ones_like(ids)).bool()
+    for row, (wanted, text) in enumerate(zip(plain, ours, strict=True)):
+        new = text[length:].tolist(), wanted[length:].tolist()
+        verdict = judge(model, ids[row, mask[row]], *new, blocks=(2, 3, 5))
+        assert verdict.kind is not Kind.DIFFERENT, f"row {row}: {verdict}"
+        ties += verdict.kind is Kind.TIE
+    return ties

@@ -23,7 +23,6 @@ from families import RECURRENT_FAMILIES, recurrent_target
 from helpers import (
     CONFIGS,
     GROUPED,
-    assert_same_or_own_tie,
     assert_same_or_tie,
     configured,
     left_padded,
@@ -89,7 +88,7 @@ def test_our_loop_writes_the_plain_text(family: str, how: dict[str, Any], dtype:
         plain = _greedy(drafter, inputs, **how)
         for fields in SHAPES.values():
             ours = _with_drafts(drafter, inputs, plain, how, **fields)
-            ties = assert_same_or_tie(drafter.binding.model, plain, ours, inputs["attention_mask"])
+            ties = assert_same_or_tie(drafter.binding.model, inputs, plain, ours)
             assert ties == 0 or dtype == torch.bfloat16
 
 
@@ -132,7 +131,7 @@ def test_packed_targets_and_drafters_write_the_plain_text(packing: str, device: 
         plain = _greedy(drafter, inputs)
         for fields in SHAPES.values():
             ours = _with_drafts(drafter, inputs, plain, **fields)
-            assert_same_or_own_tie(drafter.binding, plain[0], ours[0], inputs["input_ids"].shape[1])
+            assert_same_or_tie(target, inputs, plain, ours)
         drafter.detach()
 
 
@@ -153,8 +152,7 @@ def test_compiled_steps_write_the_plain_text(shape: str, device: str, monkeypatc
         for _ in range(2):  # made, then replayed
             ours = _with_drafts(drafter, inputs, plain, acceleration="compile", **SHAPES[shape])
             assert drafter.stats.fallbacks == []
-            model = drafter.binding.model
-            assert assert_same_or_tie(model, plain, ours, inputs["attention_mask"]) == 0
+            assert assert_same_or_tie(drafter.binding.model, inputs, plain, ours) == 0
     compiled: Any = Pair.of(drafter).graphs
     kinds = {kind for kind, *_ in compiled.keys}
     whole = {"chain": {"chain", "advance"}, "tree": {"tree", "advance"}}
@@ -262,4 +260,4 @@ def test_too_little_memory_costs_steps_and_not_the_text(device: str) -> None:
         again = _greedy(drafter, inputs, assistant_model=drafter)
         assert not drafter.stats.memory_steps, "the next call starts as configured"
     for text in (ours, again):
-        assert assert_same_or_tie(target, plain, text) == 0
+        assert assert_same_or_tie(target, inputs, plain, text) == 0

@@ -320,5 +320,5 @@ def test_bf16_differs_only_in_ties(loop: str) -> None:
     target, ties = bf16_pair().binding.model, 0
     with configured(bf16_pair(), **SHAPES[loop]) as drafter:
         for call, plain in bf16_texts():
-            ties += assert_same_or_tie(target, plain, target.generate(**call, assistant_model=drafter))
+            ties += assert_same_or_tie(target, call, plain, target.generate(**call, assistant_model=drafter))
     assert ties < len(bf16_texts()) // 2, "most texts have no tie at all"
