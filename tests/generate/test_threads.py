@@ -75,6 +75,8 @@ def test_texts_are_those_of_one_call_after_the_other(
 
     def call(index: int) -> Tensor | None:
         inputs, length = work[index]
+        if index % 5 == 4:  # its forwards pass the same hooks
+            return write(inputs, length)
         raises = {"streamer": Shown(OnPurpose, 1 + index % 3)} if index % 9 == 0 else {}
         try:
             out = write(inputs, length, assistant_model=drafter, return_dict_in_generate=True, **raises)
@@ -90,26 +92,6 @@ def test_texts_are_those_of_one_call_after_the_other(
     assert None in texts
     assert all(text is None or torch.equal(text, plain) for text, plain in zip(texts, alone, strict=True))
     assert drafter.binding.taps.are_empty
-
-
-def test_plain_calls_beside_ours_do_not_disturb_the_drafts() -> None:
-    """Their forwards pass the same hooks."""
-    done = threading.Event()
-
-    def keep_generating() -> int:
-        count = 0
-        while not done.is_set():
-            write(left_padded(random_prompts(3, seed=count)), 5)
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(keep_generating)
-        for seed in range(6):
-            inputs, settings = left_padded(random_prompts(1)), {"num_assistant_tokens": 4}
-            assert_same_text(target_of("llama"), drafter_of("llama"), inputs, oracle=seed, settings=settings)
-        done.set()
-        assert beside.result() > 0
 
 
 def test_stats_are_the_threads_own() -> None:
