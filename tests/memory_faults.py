@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -68,26 +68,23 @@ class Fault:
         finally:
             handle.remove()
 
+    def before(self, owner: Any, name: str) -> AbstractContextManager[Fault]:
+        return self._around(owner, name, self, lambda *_: None)
+
+    def after(self, owner: Any, name: str) -> AbstractContextManager[Fault]:
+        return self._around(owner, name, lambda *_: None, self)
+
     @contextmanager
-    def before(self, owner: Any, name: str) -> Iterator[Fault]:
+    def _around(
+        self, owner: Any, name: str, before: Callable[..., None], after: Callable[..., None]
+    ) -> Iterator[Fault]:
         function = getattr(owner, name)
 
         @functools.wraps(function)
         def failing(*args: Any, **kwargs: Any) -> Any:
-            self(*args)
-            return function(*args, **kwargs)
-
-        with mock.patch.object(owner, name, failing):
-            yield self
-
-    @contextmanager
-    def after(self, owner: Any, name: str) -> Iterator[Fault]:
-        function = getattr(owner, name)
-
-        @functools.wraps(function)
-        def failing(*args: Any, **kwargs: Any) -> Any:
+            before(*args)
             result = function(*args, **kwargs)
-            self(*args)
+            after(*args)
             return result
 
         with mock.patch.object(owner, name, failing):

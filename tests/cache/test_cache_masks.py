@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import torch
 from hypothesis import given, settings
@@ -11,29 +10,14 @@ from hypothesis import strategies as st
 from mirror import layer_kinds
 
 from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.drafting.draft_tree import ancestors_from_parents
 
 
-@dataclass
-class Tree:
-    """Node 0 is the root; parents precede children."""
-
-    parents: list[int]
-
-    def path(self, node: int) -> list[int]:
-        return [node] if node == 0 else [*self.path(self.parents[node]), node]
-
-    @property
-    def depths(self) -> torch.Tensor:
-        return torch.tensor([len(self.path(node)) - 1 for node in range(len(self.parents))])
-
-    @property
-    def ancestors(self) -> torch.Tensor:
-        nodes = range(len(self.parents))
-        return torch.tensor([[other in self.path(node) for other in nodes] for node in nodes])
-
-
-def random_tree(rng: random.Random, size: int) -> Tree:
-    return Tree([0] + [rng.randrange(max(0, i - 3), i) for i in range(1, size)])
+def random_trees(rng: random.Random, rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ancestors `(rows, size, size)` and depths `(rows, size)` of trees whose parents come before their children."""
+    parents = [[0] + [rng.randrange(max(0, i - 3), i) for i in range(1, size)] for _ in range(rows)]
+    ancestors = ancestors_from_parents(torch.tensor(parents), size)
+    return ancestors, ancestors.sum(2) - 1
 
 
 def naive_mask(lengths, ancestors, depths, after, window=None, chunked=False):
@@ -76,11 +60,8 @@ def test_masks_equal_the_formula_after_every_round(seed, batch_size, shared, sla
     cache = SpeculativeCache(kinds, batch_size=batch_size, capacity=90, block=9, slab=slab)
     for _ in range(10):
         size, after = rng.randint(1, 6), rng.randint(0, 3)
-        trees = [random_tree(rng, after + size)] * batch_size
-        if not shared:
-            trees = [random_tree(rng, after + size) for _ in range(batch_size)]
-        ancestors = torch.stack([t.ancestors for t in trees])
-        depths = torch.stack([t.depths for t in trees])
+        trees = random_trees(rng, 1 if shared else batch_size, after + size)
+        ancestors, depths = (each.expand(batch_size, *each.shape[1:]) for each in trees)
         if after:
             cache.place(after)
             cache.attention_mask(ancestors[:, :after, :after], depths[:, :after])
@@ -113,12 +94,7 @@ def test_the_first_chunk_needs_no_mask_where_none_is_causal():
         ([None], [0, 2], 0, True),
         ([None], [0, 0], 1, True),
     ):
-        cache = SpeculativeCache(
-            layer_kinds(windows),
-            batch_size=2,
-            capacity=20,
-            block=6,
-        )
+        cache = SpeculativeCache(layer_kinds(windows), batch_size=2, capacity=20, block=6)
         cache.place(2)
         cache.commit(lengths)
         cache.place(4, after=after)

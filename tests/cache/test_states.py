@@ -82,32 +82,6 @@ def test_each_row_keeps_the_state_of_its_last_kept_node() -> None:
     assert cache.lengths == [2, 2, 6]
 
 
-def test_a_forward_that_fails_leaves_nothing() -> None:
-    cache = cache_of(1)
-    read(cache, [[1.0, 2]])
-    cache.commit(2)
-    before = states(cache)
-    read(cache, [[3.0, 4]], is_draft=True)
-    cache.release()
-    assert states(cache) == before
-    cache.place(1, is_draft=True)
-    layer = cache.with_states[0]
-    layer.begin(cache.placement.groups[0])
-    cache.get_recurrent_state(0).fill_(99)  # and then it fails
-    cache.release()
-    assert states(cache) == before
-
-
-def test_rows_begin_anew() -> None:
-    cache = cache_of(2)
-    read(cache, [[1.0, 2], [3, 4]])
-    cache.commit(2)
-    cache.reset()
-    read(cache, [[5.0], [6]])
-    cache.commit(1)
-    assert states(cache) == ([5, 6], [[0, 5], [0, 6]])
-
-
 def test_a_state_that_no_mixer_writes_is_an_error() -> None:
     cache = cache_of(1)
     read(cache, [[1.0, 2]])

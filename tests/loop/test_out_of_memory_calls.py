@@ -17,7 +17,7 @@ from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.loop.carried_cache import CarriedCache
 from eagle31_hf.loop.decoder import SpeculativeDecoder
 from eagle31_hf.loop.survive import NOT_HANDED_OVER
-from helpers import configured, drafter_of, oracle_drafts, seeded, target_of
+from helpers import Shown, configured, drafter_of, oracle_drafts, seeded, target_of
 from memory_faults import (
     DROPPED,
     FREED,
@@ -48,29 +48,17 @@ def test_scores_are_those_of_the_text(place: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
-class Listener:
-    """A streamer that notes what it is shown."""
-
-    def __init__(self) -> None:
-        self.shown: list[int] = []
-
-    def put(self, ids: Tensor) -> None:
-        self.shown += ids.flatten().tolist()
-
-    def end(self) -> None: ...
-
-
 @pytest.mark.parametrize("place", ["text", "stop", "keep", "absorb", "first token"])
 def test_nothing_is_streamed_twice_or_left_out(place: str) -> None:
     for fault, when in ((Fault(1), "after"), (Fault(3), "after"), (Fault(2), "before")):
-        listener = Listener()
+        listener = Shown()
         with configured(drafter_of("llama"), **SHAPES["chain"]), getattr(fault, when)(*METHODS[place]):
             text = speculative("llama", 1, end=True, streamer=listener)
-        assert listener.shown == text[0].tolist()
+        assert listener.tokens == text[0].tolist()
 
 
 def test_what_a_streamer_raises_is_its_own() -> None:
-    listener = Listener()
+    listener = Shown()
     with Fault(3, error=MemoryError("mine")).before(listener, "put"), pytest.raises(MemoryError, match="mine"):
         speculative("llama", 1, streamer=listener)
     assert_undisturbed("llama", "chain", 1)

@@ -30,7 +30,7 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.packed_linear import packed_tensors
 from eagle31_hf.errors import UnsupportedGenerationError
 from eagle31_hf.loop.carried_cache import fingerprint
-from helpers import drafter_of, random_drafter, random_prompts, random_target, target_of
+from helpers import Shown, drafter_of, random_drafter, random_prompts, random_target, target_of
 
 pytestmark = pytest.mark.contract
 
@@ -82,25 +82,12 @@ def test_another_target_or_drafter_trusts_nothing(other):
     drafter.detach()
 
 
-def test_a_cache_refilled_behind_our_back_is_found_out():
-    text, cache = after_one_turn("llama")
-    cache.reset()
-    other = torch.tensor(random_prompts(1, seed=8, longest=30))
-    plain("llama", torch.cat((other, other), 1), past_key_values=cache, max_new_tokens=30)
-    assert cache.get_seq_length() > text.shape[1]
-    assert torch.equal(ours("llama", users_turn(text), cache), plain("llama", users_turn(text)))
+CHANGES = ["go on", "edit", "cut", "crop", "refill"]
+TURN = st.tuples(st.sampled_from(["ours", "plain"]), st.sampled_from(CHANGES), st.integers(0, 30))
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    turns=st.lists(
-        st.tuples(
-            st.sampled_from(["ours", "plain"]), st.sampled_from(["go on", "edit", "cut", "crop"]), st.integers(0, 30)
-        ),
-        min_size=2,
-        max_size=4,
-    )
-)
+@settings(max_examples=15, deadline=None)
+@given(turns=st.lists(TURN, min_size=2, max_size=4))
 def test_whatever_happened_to_the_cache_the_text_is_right(turns):
     text, cache = prompt_of("llama"), new_cache("llama")
     for number, (loop, change, place) in enumerate(turns):
@@ -111,6 +98,9 @@ def test_whatever_happened_to_the_cache_the_text_is_right(turns):
             text = text[:, : 2 + place]
         elif change == "crop" and cache.get_seq_length() > place:
             cache.crop(-place)
+        elif change == "refill":
+            cache.reset()
+            plain("llama", torch.tensor(random_prompts(1, seed=place)), past_key_values=cache, max_new_tokens=60)
         text = users_turn(text, number)
         truth = plain("llama", text, max_new_tokens=4)
         if loop == "ours":
@@ -163,25 +153,13 @@ class Broken(Exception):
     pass
 
 
-class BreakingStreamer:
-    def __init__(self, after: int):
-        self.left = after
-
-    def put(self, _tokens: Tensor) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Broken
-
-    def end(self) -> None: ...
-
-
 @pytest.mark.parametrize("puts", [1, 3])  # in the prefill, in a later round
 @pytest.mark.parametrize("name", [*FULL, *SLIDING])
 def test_an_interrupted_turn_leaves_the_cache_usable(name, puts):
     text, cache = after_one_turn(name)
     text, before = users_turn(text), copy.deepcopy(cache)
     with pytest.raises(Broken):
-        ours(name, text, cache, streamer=BreakingStreamer(puts))
+        ours(name, text, cache, streamer=Shown(Broken, after=puts))
     assert_same_contents(cache, before)
     assert_reads(6, name, text, cache)
 
