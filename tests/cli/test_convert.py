@@ -7,12 +7,10 @@ import pytest
 import torch
 from command_line import DRAFTER, TARGET, error_of, run
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from eagle31_hf import Eagle31Config
 from eagle31_hf.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
 from eagle31_hf.checkpoints.eagle_network import expected_shapes
-from eagle31_hf.cli import app
 
 
 def test_inspect_tells_what_a_checkpoint_is(tmp_path):
@@ -50,15 +48,6 @@ def test_convert_overwrites_only_when_told(tmp_path):
     assert (tmp_path / "config.json").read_text() == before
     run("convert", DRAFTER, tmp_path, "--format", "speculators", "--force")
     assert read_checkpoint(tmp_path).format == "speculators"
-
-
-@pytest.mark.parametrize(("answer", "code", "layout"), [("n\n", 1, "plain"), ("y\n", 0, "speculators")])
-def test_convert_asks_on_a_terminal(tmp_path, monkeypatch, answer, code, layout):
-    run("convert", DRAFTER, tmp_path)
-    monkeypatch.setattr("eagle31_hf.cli.convert._can_ask", lambda: True)
-    command = ["convert", DRAFTER, str(tmp_path), "--format", "speculators"]
-    assert CliRunner().invoke(app, command, input=answer).exit_code == code
-    assert read_checkpoint(tmp_path).format == layout
 
 
 def test_convert_writes_the_target_down_and_prints_lines_to_paste(tmp_path):

@@ -2,7 +2,7 @@
 
 from .checkpoint import Checkpoint, CheckpointSummary, inspect_checkpoint, read_checkpoint, write_checkpoint
 from .config_json import TARGET_MODEL
-from .files import holds_checkpoint
+from .files import require_no_checkpoint
 from .hub import holds_drafter, require_head, resolve_checkpoint, target_holds_head
 from .layouts import FORMATS, WRITTEN_FORMATS, default_format
 
@@ -13,11 +13,11 @@ __all__ = [
     "Checkpoint",
     "CheckpointSummary",
     "default_format",
-    "holds_checkpoint",
     "holds_drafter",
     "inspect_checkpoint",
     "read_checkpoint",
     "require_head",
+    "require_no_checkpoint",
     "resolve_checkpoint",
     "target_holds_head",
     "write_checkpoint",

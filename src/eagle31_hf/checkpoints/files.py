@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..errors import (
     CheckpointError,
     CheckpointFormatError,
+    ConfigurationError,
     IncompatibleTargetError,
     UnsafeCheckpointError,
     json_kind,
@@ -283,9 +284,10 @@ def refuse_drafter_as_target(name: str | os.PathLike[str], architectures: Collec
 # ---------------------------------------------------------------- writing
 
 
-def holds_checkpoint(folder: Path) -> bool:
-    """Whether `replace_checkpoint` would take the place of something."""
-    return any((folder / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE))
+def require_no_checkpoint(folder: Path) -> None:
+    """Raise a `ConfigurationError` if `replace_checkpoint` would take the place of something."""
+    if any((folder / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE)):
+        raise ConfigurationError(f"{folder} holds a checkpoint already; name another folder, or pass --force")
 
 
 def replace_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +13,8 @@ from ..checkpoints import (
     TARGET_MODEL,
     WRITTEN_FORMATS,
     default_format,
-    holds_checkpoint,
     read_checkpoint,
+    require_no_checkpoint,
     write_checkpoint,
 )
 from ..checkpoints.card import carry_records, sglang_command, vllm_command
@@ -37,10 +36,12 @@ def convert(
         None, f"Layout to write: {', '.join(WRITTEN_FORMATS)}; default: mla for latent attention, else plain."
     ),
     target: str | None = option(None, "Folder or Hub id of the target, written down for the loaders that ask for it."),
-    force: bool = option(False, "Overwrite a checkpoint without asking.", "--force", "-f"),
+    force: bool = option(False, "Overwrite a checkpoint.", "--force", "-f"),
     revision: str | None = option(None, "Branch, tag or commit of a Hub id."),
 ) -> None:
     """Write a drafter checkpoint in another layout; "plain" is the one vLLM and SGLang both read."""
+    if not force:
+        require_no_checkpoint(destination)
     if format is not None:
         written_layout(format)  # a misspelt name should not cost a download
     checkpoint = read_checkpoint(source, revision=revision)
@@ -56,7 +57,6 @@ def convert(
 
             model = target_class(AutoConfig.from_pretrained(target)).from_pretrained(target, dtype="auto")
             checkpoint = copy_from_target(checkpoint, model, parts)
-    _ask_before_overwriting(destination, force)
     write_checkpoint(checkpoint, destination, format=format)
     carry_records(Path(source).expanduser(), destination)
     console = make_console()
@@ -84,18 +84,6 @@ def describe_target(name: str) -> dict[str, Any]:
             "drafter was trained for"
         ) from error
     return {"name_or_path": name, "architectures": list(config.architectures or [])}
-
-
-def _ask_before_overwriting(destination: Path, force: bool) -> None:
-    if force or not holds_checkpoint(destination):
-        return
-    if not _can_ask():
-        raise ConfigurationError(f"{destination} holds a checkpoint already; name another folder, or pass --force")
-    typer.confirm(f"{destination} holds a checkpoint already. Overwrite it?", abort=True)
-
-
-def _can_ask() -> bool:
-    return sys.stdin.isatty()
 
 
 def _show_serving(console: Console, folder: Path, format: str, target: str) -> None:

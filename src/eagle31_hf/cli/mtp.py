@@ -10,7 +10,7 @@ import torch
 import typer
 from transformers import AutoTokenizer
 
-from ..checkpoints import holds_checkpoint, read_checkpoint, require_head, write_checkpoint
+from ..checkpoints import read_checkpoint, require_head, require_no_checkpoint, write_checkpoint
 from ..checkpoints.graft import graft_head
 from ..drafter.draft_rows import with_draft_rows, with_rows
 from ..errors import ConfigurationError, count
@@ -57,8 +57,8 @@ def mtp(
         )
         return
     assert out is not None, "checked above"
-    if holds_checkpoint(out) and not force:
-        raise ConfigurationError(f"{out} holds a checkpoint already; name another folder, or pass --force")
+    if not force:
+        require_no_checkpoint(out)
     require_head(base)  # else an EAGLE drafter would be read, too
     head = read_checkpoint(base)
     if prompts:

@@ -77,9 +77,6 @@ class PackedLinear(KeepsBufferDtypes):
         super().__setstate__(state)
         bitsandbytes()
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features} to {self.out_features}, {self.packing.name}"
-
 
 class Int8Linear(PackedLinear):
     """Weights in int8 with a scale per row; inputs are packed to int8 row by row for the product (arXiv 2208.07339).
