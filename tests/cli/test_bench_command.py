@@ -6,6 +6,7 @@ from unittest import mock
 from command_line import DRAFTER, TARGET, run
 
 from eagle31_hf.cli import bench as command
+from eagle31_hf.measure.bench import Bench
 from eagle31_hf.measure.exactness import Kind, Verdict
 from eagle31_hf.measure.results import Writer
 
@@ -51,9 +52,24 @@ def test_a_wrong_text_leaves_with_1_and_no_speedup(tmp_path):
         kind = Kind.DIFFERENT if call.method.writer is Writer.DRAFTER else Kind.SAME
         return command.replace(call, verdicts=(Verdict(kind, 3, 0.5, 0.01),))
 
-    with mock.patch("eagle31_hf.measure.bench.Bench._judge", judge):
+    with mock.patch.object(Bench, "_judge", judge):
         out = run("bench", *SHORT, "--json", path, code=1).stdout
     assert "refused" in out
     assert "not by a tie, in embedded/1 from token 4 on" in " ".join(out.split())
     record = json.loads(path.read_text())
     assert (record["same_text"], record["methods"][-1]["speedup"]) == (False, None)
+
+
+def test_ctrl_c_shows_what_was_measured_until_then(tmp_path):
+    measure, path = Bench._measure, tmp_path / "figures.json"
+
+    def stopped(self, turn, methods):
+        if turn.rows == 2:
+            raise KeyboardInterrupt
+        return measure(self, turn, methods)
+
+    with mock.patch.object(Bench, "_measure", stopped):
+        out = run("bench", *SHORT, "--batch", "1,2", "--json", path, "--plot", tmp_path / "speed.png", code=130).stdout
+    assert "Stopped by Ctrl-C: 2 of 4 measurements were made." in out
+    assert "spread" not in out, "of one repeat"
+    assert json.loads(path.read_text())["turns"] == [2, 4]

@@ -17,7 +17,7 @@ from ..measure.drift import DriftCurve
 from ..measure.origin import origin
 from ..measure.plots import plot_drift
 from ..measure.readings import Subject
-from ..measure.tables import figure_table
+from ..measure.tables import figure_table, heading
 from ..texts.prompts import read_prompts
 from .options import MORE, NEW_TOKENS, JsonOption, command, make_console, option, writable_plot, write_json
 from .pairs import PairSource, load_pair
@@ -79,8 +79,9 @@ def doctor(
 def _show(console: Console, seen: Examination) -> None:
     console.print(_table(seen.findings))
     for curve in seen.drift:
+        console.print(heading(f"{curve.form}, {curve.condition}"))
         console.print(_drift_table(curve))
-    console.print(f"verdict: {seen.verdict}", style="bold")
+    console.print(f"\nverdict: {seen.verdict}", style="bold")
 
 
 def _table(findings: list[Finding]) -> Table:
@@ -97,9 +98,9 @@ def _drift_table(curve: DriftCurve) -> Table:
     figures = {
         "looks at the prompt's start": curve.sink,
         "looks at the draft itself": curve.own,
-        "length of its feedback": curve.feedback_norm,
-        "accepted behind accepted": curve.acceptance,
+        "length of the state fed back": curve.feedback_norm,
+        "right, if all before were": curve.acceptance,
     }
     rows = tuple((name, *(f"{value:.2f}" for value in values)) for name, values in figures.items())
     headings = ("draft depth", *(str(depth + 1) for depth in range(len(curve.sink))))
-    return figure_table(f"{curve.form}, {curve.condition}", headings, rows)
+    return figure_table(headings, rows)

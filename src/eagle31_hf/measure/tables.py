@@ -21,18 +21,13 @@ REFUSED = "refused"
 _OF_CELLS = {REFUSED: "bold red", "NO": "bold red", "yes": "green", "up to ties": "green"}
 
 
-def figure_table(
-    caption: str, headings: Sequence[str], rows: Sequence[tuple[str, ...]], *, wraps: bool = False
-) -> Table:
+def figure_table(headings: Sequence[str], rows: Sequence[tuple[str, ...]], *, wraps: bool = False) -> Table:
     """Rows of cells, the first of each its heading, without columns that no row has anything for.
 
     Args:
         wraps: cells may take several lines.
     """
-    table = Table(
-        title=f"\n{caption}" if caption else None, title_justify="left", title_style="bold", box=SIMPLE_HEAD,
-        pad_edge=False, show_edge=False, padding=(0, 1, 0, 0),
-    )  # fmt: skip
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     kept = [place for place in range(len(headings)) if any(row[place] for row in rows)]
     for place in kept:
         style = "bold" if headings[place] == "speedup" else ""
@@ -41,6 +36,11 @@ def figure_table(
     for row in rows:
         table.add_row(*(Text(row[place], style=_OF_CELLS.get(row[place], "")) for place in kept))
     return table
+
+
+def heading(text: str) -> Text:
+    """Above a table, whose title would be as narrow as the table."""
+    return Text(f"\n{text}", style="bold")
 
 
 def verdict_text(result: MethodResult) -> str:
@@ -67,7 +67,7 @@ def speedup_text(result: MethodResult) -> str:
     return REFUSED if result.speedup is None else f"{result.speedup.median:.2f}×"
 
 
-def speed_table(results: Sequence[MethodResult], caption: str = "") -> Table:
+def speed_table(results: Sequence[MethodResult]) -> Table:
     """Exactness first, then speeds over plain `generate`."""
 
     def spread(speed: Spread) -> str:
@@ -85,10 +85,10 @@ def speed_table(results: Sequence[MethodResult], caption: str = "") -> Table:
         for result in results
     )
     headings = ("", "same text", "tokens/s", "spread", "speedup", "tokens a pass")
-    return figure_table(caption, headings, rows)
+    return figure_table(headings, rows)
 
 
-def cost_table(results: Sequence[MethodResult], price_per_hour: float | None, caption: str = "") -> Table:
+def cost_table(results: Sequence[MethodResult], price_per_hour: float | None) -> Table:
     """What a reader waits for, in milliseconds, and what it takes."""
     rows = tuple(
         (
@@ -102,10 +102,10 @@ def cost_table(results: Sequence[MethodResult], price_per_hour: float | None, ca
         for result in results
     )
     headings = ("", "first", "gap", "95 %", "99 %", "memory", "over plain", "per 1M")
-    return figure_table(caption, headings, rows)
+    return figure_table(headings, rows)
 
 
-def kind_table(results: Sequence[MethodResult], caption: str = "") -> Table:
+def kind_table(results: Sequence[MethodResult]) -> Table:
     """Speedup and tokens a pass by kind of prompt, of the methods that draft."""
     drafting = [result for result in results if result.method.drafts]
 
@@ -115,7 +115,7 @@ def kind_table(results: Sequence[MethodResult], caption: str = "") -> Table:
 
     kinds = dict.fromkeys(kind for result in drafting for kind in result.by_kind)
     rows = tuple((kind, *(cell(result.by_kind[kind]) for result in drafting)) for kind in kinds)
-    return figure_table(caption, ("kind", *(result.method.name for result in drafting)), rows, wraps=True)
+    return figure_table(("kind", *(result.method.name for result in drafting)), rows, wraps=True)
 
 
 def bench_parts(result: BenchResult, price_per_hour: float | None = None) -> Iterator[Table | Text]:
@@ -126,10 +126,13 @@ def bench_parts(result: BenchResult, price_per_hour: float | None = None) -> Ite
     for rows in dict.fromkeys(each.rows for each in result.methods):
         results = result.with_rows(rows)
         where = f"{sampling}, {count(rows, 'row')}"
-        yield speed_table(results, where)
-        yield cost_table(results, price_per_hour, f"{where}: ms until the first token and between tokens, memory")
+        yield heading(where)
+        yield speed_table(results)
+        yield heading(f"{where}: ms until the first token and between tokens, memory")
+        yield cost_table(results, price_per_hour)
         if len(results[0].by_kind) > 1:
-            yield kind_table(results, f"{where}: speedup (tokens a pass) by kind")
+            yield heading(f"{where}: speedup (tokens a pass) by kind")
+            yield kind_table(results)
     yield from bench_notes(result)
 
 
@@ -147,7 +150,7 @@ def bench_notes(result: BenchResult) -> Iterator[Text]:
         lines += [f"{each.method.name}: served by {loop}." for loop in each.served_by]
         if each.method.drafts and each.speedup is not None and each.speedup.median < 1:
             lines.append(f"{each.method.name}: slower than plain; {_what_may_help(each)}.")
-    yield from (Text(line, style="dim") for line in lines)
+    yield from (Text(line, style="dim") for line in (["", *lines] if lines else []))
 
 
 def _what_may_help(result: MethodResult) -> str:
@@ -174,4 +177,5 @@ def _difference_lines(result: MethodResult) -> Iterator[str]:
     if ties:
         widest = place(*max(ties, key=lambda each: each[1].logit_gap))
         apart = "1 text differs by a tie" if len(ties) == 1 else f"{len(ties)} texts differ by ties"
-        yield f"{result.method.name}: {apart}, two tokens equally likely within rounding, the widest {widest}"
+        which = "" if len(ties) == 1 else "the widest "
+        yield f"{result.method.name}: {apart}, two tokens equally likely within rounding, {which}{widest}"
