@@ -166,7 +166,7 @@ USAGE_ERRORS = {
     "serve --port many": "got --port many: wanted a valid integer;",
     **{
         f"plan x --context {context}": f"got --context {context}: wanted a number of tokens"
-        for context in ("many", "0")
+        for context in ("many", "0", "9999k")
     },
     "train": "(?i)missing argument 'target'",
     "nonsense": "No such command 'nonsense'",

@@ -37,6 +37,8 @@ NEW_TOKENS = "--max-new-tokens", "--new-tokens"
 """The name that all commands have, and the one that some had."""
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 """What plots can be."""
+MOST_TOKENS = 2**22
+"""Of a row that is planned or served."""
 DRAWN_WIDTH = 80
 """Columns of a picture."""
 
@@ -78,9 +80,10 @@ def token_count(text: str) -> int:
     """`"32768"`, `"32,768"` and `"32k"` are one number of tokens."""
     found = re.fullmatch(r"([\d,_]+)(k?)", text.strip().lower())
     digits = re.sub(r"\D", "", found[1]) if found is not None else ""
-    if found is None or int(digits or 0) < 1:
-        raise typer.BadParameter("wanted a number of tokens, e.g. 8192 or 32k")
-    return int(digits) * (1024 if found[2] else 1)
+    count = int(digits or 0) * (1024 if found is not None and found[2] else 1)
+    if not 1 <= count <= MOST_TOKENS:
+        raise typer.BadParameter(f"wanted a number of tokens, at most {MOST_TOKENS:,}, e.g. 8192 or 32k")
+    return count
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

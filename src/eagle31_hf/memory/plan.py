@@ -263,6 +263,9 @@ def decision_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
         ("graphs", "yes" if plan.has_graphs else "no, steps are eager"),
         ("draft", _draft_text(plan)),
     ]
+    if settings.speculates:
+        weights = size_text(part_bytes(plan)["drafter"])
+        rows.append(("drafting adds", f"{size_text(plan.drafter_bytes)} at the peak, {weights} of it weights"))
     rows += [("given up", what) for what in plan.given_up]
     return rows + [("would fit", f"{other.what} {other.value}") for other in plan.alternatives]
 
@@ -299,4 +302,4 @@ def _draft_text(plan: MemoryPlan) -> str:
         shape = f"chains of up to {depth} tokens" + (f", trees of {nodes} nodes for sampled texts" if nodes else "")
     else:
         shape = f"tree of {nodes} nodes, depth {depth}" if nodes else f"chain of {depth} tokens"
-    return f"{shape}, drafter in {settings.drafter_precision} precision (+{size_text(plan.drafter_bytes)})"
+    return f"{shape}, drafter in {settings.drafter_precision} precision"
