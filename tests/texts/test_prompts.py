@@ -28,8 +28,6 @@ def write(path, *rows):
                                   {"role": "assistant", "content": "A"}]}, "a", "file", "U"),
         ({"instruction": "Do.", "turns": None}, "1", "file", "Do."),
         ({"turns": "One."}, "1", "file", "One."),
-        ({"conversations": [{"from": "human", "value": "H"}, {"from": "gpt", "value": "G"}]}, "1", "file", "H"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "P"}]}]}, "1", "file", "P"),
     ],
 )  # fmt: skip
 def test_rows_are_read_as_they_are_published(tmp_path, row, name, category, words):

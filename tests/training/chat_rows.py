@@ -1,13 +1,15 @@
-"""A conversation of two turns to train on, and a run."""
+"""A conversation of two turns to train on, a file of rows, and a run."""
 
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from eagle31_hf.demo import target_path
 from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.progress import StopRequest
 from eagle31_hf.training.settings import TrainingSettings
@@ -23,6 +25,19 @@ CHAT = [
 
 def chat(**fields) -> Conversation:
     return Conversation("row-7", "sums", tuple(CHAT), **fields)
+
+
+def write_rows(folder: Path) -> Path:
+    """A file of ten conversations of one turn."""
+    rows = folder / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(10)))
+    return rows
+
+
+def training(rows: Path | str, out: Path, **fields: Any) -> TrainingSettings:
+    """Settings by which the embedded target trains a small drafter on a CPU."""
+    defaults = {"max_length": 48, "draft_vocab_size": 256, "batch_rows": 2, "device": "cpu"}
+    return TrainingSettings(str(target_path()), (str(rows),), out, **(defaults | fields))
 
 
 def writing(**fields: Any) -> TrainingSettings:

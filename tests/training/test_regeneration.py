@@ -7,13 +7,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from chat_rows import CHAT, chat, writing
+from chat_rows import CHAT, chat, training, writing
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data import render_documents
 from eagle31_hf.training.preparation import resolve
-from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.writing import RowToWrite, batches, keys_of, regenerate, write_batch
 from helpers import CONFIGS, random_target
 
@@ -106,7 +105,7 @@ def test_several_temperatures_share_the_conversations(tmp_path: Path, target, to
 
 
 def test_a_target_that_says_nothing_of_sampling_writes_both_ways(tmp_path: Path, target) -> None:
-    told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path)
+    told = training("x.jsonl", tmp_path)
     assert resolve(told, target).temperature == (0.0, 1.0)
     assert resolve(replace(told, temperature=(0.6,)), target).temperature == (0.6,)
     with mock.patch.multiple(target.generation_config, do_sample=True, temperature=0.7):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chat_rows import run_of
+from chat_rows import run_of, training
 
-from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.self_prompts import FEWEST_AT_A_TIME, self_prompt_count, user_turn, write_prompts
-from eagle31_hf.training.settings import TrainingSettings
 
 
 def test_how_many_prompts_a_source_asks_for() -> None:
@@ -90,12 +89,9 @@ def test_a_target_with_nothing_to_say_is_told(tmp_path: Path, target, tokenizer)
 def test_self_written_and_given_prompts_are_learned_from_together(tmp_path: Path, target, tokenizer) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"id": f"r{i}", "prompt": f"I need {i} tickets."}) for i in range(6)))
-    told = TrainingSettings(
-        target=str(target_path()), prompts=("self:9", str(rows)), out=tmp_path / "out", max_new_tokens=8,
-        max_length=96, write_rows=8, temperature=(0.0,),
-    )  # fmt: skip
+    told = training(rows, tmp_path / "out", max_new_tokens=8, max_length=96, write_rows=8, temperature=(0.0,))
     log = io.StringIO()
-    run = run_of(told, target, tokenizer, log)
+    run = run_of(replace(told, prompts=("self:9", *told.prompts)), target, tokenizer, log)
     documents, prompts = run.read_texts()
     ids = {document.id for document in documents}
     assert len(ids) + len(prompts) == 15

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from chat_rows import CHAT, chat, run_of, writing
+from chat_rows import CHAT, chat, run_of, training, writing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.serving import bodies
 from eagle31_hf.texts.chats import encode_chat
@@ -28,7 +27,6 @@ from eagle31_hf.training.data import (
     render_turns,
 )
 from eagle31_hf.training.measure import evaluation_prompts
-from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.writing import regenerate
 
 ASKS = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -249,9 +247,7 @@ def test_what_was_left_out_or_learned_apart_is_said(tmp_path: Path, target: Any,
     rows, said = tmp_path / "rows.json", io.StringIO()
     messages = list(turns(*THOUGHTS).messages)
     rows.write_text(json.dumps([{"messages": messages}, {"messages": []}, *[{"messages": messages}] * 4]))
-    told = TrainingSettings(
-        target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", max_length=64, regenerate="none",
-    )  # fmt: skip
+    told = training(rows, tmp_path / "out", max_length=64, regenerate="none")
     documents, _ = run_of(told, target, templated, said).read_texts()
     assert f"1 without any text left out, the first: {rows}, row 2" in " ".join(said.getvalue().split())
     assert "4 conversations and 4 turns that the template rewrites later" in said.getvalue(), said.getvalue()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_rows import write_rows
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -27,19 +28,14 @@ pytestmark = [
 ]
 
 STEPS = 6
-CHAT = [
-    {"role": "user", "content": "I would like a large coffee with milk, please."},
-    {"role": "assistant", "content": "One large coffee with milk. Is there anything else I can do for you?"},
-]
 
 
 def words_for(out: Path, *options: str) -> list[str]:
     """What `eagle31` is told."""
-    rows = out.parent / "rows.jsonl"
-    rows.parent.mkdir(exist_ok=True)
-    rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT}) for i in range(10)))
+    out.parent.mkdir(exist_ok=True)
     told: dict[str, Any] = {
-        "prompts": rows, "out": out, "regenerate": "none", "max-length": 48, "draft-vocab-size": 256, "batch-rows": 2,
+        "prompts": write_rows(out.parent), "out": out, "regenerate": "none", "max-length": 48,
+        "draft-vocab-size": 256, "batch-rows": 2,
         "max-steps": STEPS, "eval-steps": 1, "device": "cpu", "dtype": "float32",
     }  # fmt: skip
     words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
