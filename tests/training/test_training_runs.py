@@ -77,21 +77,6 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     assert (told.out / "model.safetensors").read_bytes() == weights
 
 
-def test_a_run_has_as_many_steps_as_its_minutes_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that stands still and steps of two seconds; a resumed run keeps its steps."""
-    monkeypatch.setattr(loading, "quick_dtype", lambda stored, device: torch.float32)
-    monkeypatch.setattr(train.time, "monotonic", lambda: 0.0)
-    monkeypatch.setattr(train, "time_step", lambda *_, **__: 2.0)
-    monkeypatch.setattr(train, "time_measurement", lambda *_: 1.0)
-    told = training(write_rows(tmp_path), tmp_path / "out", regenerate="none", minutes=0.14, batch_rows=1)
-    with pytest.raises(TrainingError, match=r"0\.0 of the minutes are left .* take 0\.1; give more minutes"):
-        train_drafter(replace(told, minutes=0.04))
-    report = train_drafter(told)
-    assert [(stage.name, stage.steps) for stage in report.stages] == [("stage1", 3)]  # and two measurements: 8 of 8.4 s
-    resumed = train_drafter(replace(told, minutes=0.5, resume=True))
-    assert resumed.plan.steps == 3
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -103,8 +88,6 @@ def test_a_run_has_as_many_steps_as_its_minutes_hold(tmp_path: Path, monkeypatch
         ({"prompts": ()}, "no --prompts given"),
         ({"ttt_steps": 0}, "--ttt-steps is 0; wanted more than 0"),
         ({"learning_rate": -1.0}, "--learning-rate is -1.0; wanted more than 0"),
-        ({"minutes": 0.0}, "--minutes is 0.0; wanted more than 0"),
-        ({"minutes": 8.0, "max_steps": 5}, "give one"),
         ({"temperature": (-1.0,)}, "wanted 0"),
         ({"regenerate": "some"}, "--regenerate is 'some'"),
         ({"dtype": "fp64"}, "--dtype is 'fp64'"),

@@ -147,7 +147,7 @@ class TrainingReport:
         if length < USELESS_LENGTH:
             yield (
                 f"it brings {length:.2f} tokens a pass on held-out prompts, too few to be of use: train on more texts "
-                "(--prompts), for longer (--epochs, --minutes)"
+                "(--prompts), for longer (--epochs, --max-steps)"
             )
         else:
             yield f"try it: eagle31 chat {target} {self.folder}"

@@ -55,9 +55,6 @@ class TrainingSettings:
     out: Path = field(metadata=_metadata(COMMON, "folder for the drafter, its checkpoints and its data"))
     resume: bool = _option(False, COMMON, "go on with what a run has left in the folder")
     fresh: bool = _option(False, COMMON, "remove what a run has left in the folder, and begin anew")
-    minutes: float | None = _option(
-        None, COMMON, "as many steps as are done and measured so many minutes after the target was loaded"
-    )
     quantization: str | None = _option(
         None, COMMON, "load the target in 4bit or 8bit (bitsandbytes), as it will be served"
     )
@@ -84,8 +81,8 @@ class TrainingSettings:
         None, DRAFTER, "tokens that can be drafted; default 32000, or half of a vocabulary that is no larger"
     )
     ttt_steps: int = _option(4, DRAFTER, "draft steps of the training-time test")
-    max_steps: int | None = _option(None, STEPS, "optimiser steps; default: from the number of epochs")
-    epochs: float = _option(2.0, STEPS, "passes over the data, if neither --max-steps nor --minutes is given")
+    max_steps: int | None = _option(None, COMMON, "optimiser steps; default: from the number of epochs")
+    epochs: float = _option(2.0, STEPS, "passes over the data, if --max-steps is not given")
     # 3.99 accepted where 4 rows and 8e-3 gave 3.37 for the same tokens (docs/developing/decisions.md, 2026-11-22).
     batch_rows: int = _sized(2, 4, STEPS, "packed rows per forward and process")
     accumulate: int = _sized(1, 4, STEPS, "forwards per optimiser step")
@@ -118,8 +115,6 @@ class TrainingSettings:
                 raise ConfigurationError(f"{flag(name)} is {value}; wanted more than 0")
         file = next((str(path) for path in (self.out, *self.out.parents) if path.is_file()), None)
         problems = {
-            f"--minutes is {self.minutes} and --max-steps {self.max_steps}; each says when to stop: give one":
-                None not in (self.minutes, self.max_steps),
             f"--temperature is {min(self.temperature, default=0)}; wanted 0 (greedy) or more":
                 min(self.temperature, default=0) < 0,
             "no --prompts given; name a JSONL file, a folder of them or a Hub data set": not self.prompts,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import time
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from rich.console import Console
 from torch import Tensor
 from transformers import (
@@ -31,7 +30,7 @@ from transformers.integrations import get_available_reporting_integrations
 from ..checkpoints import inspect_checkpoint
 from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import ConfigurationError, TrainingError, count
+from ..errors import ConfigurationError, count
 from ..targets.devices import quick_dtype
 from ..texts.conversations import read_conversations
 from ..texts.rows import Conversation
@@ -129,12 +128,11 @@ class Run:
         # Who has written its share waits for the slowest: hours, where a large target writes long answers.
         self.processes = PartialState(cpu=target.device.type == "cpu", timeout=timedelta(days=1))
         self.rank = self.processes.process_index
-        self.started = time.monotonic()
         self.recipes = self._recipes()
 
     def execute(self) -> TrainingReport:
         settings = self.settings
-        steps = self._known_steps()
+        steps = settings.max_steps
         if earlier := self._finished(steps):
             return earlier
         drafter = make_drafter(settings, self.target)  # before hours of writing: what does not fit shall not cost that
@@ -143,7 +141,7 @@ class Run:
         if settings.drafter is None:
             set_vocabulary(drafter, self.target, build_vocabulary(counts, settings.draft_vocab_size))
         dataset = PackedDocuments(documents, settings.max_length, seed=settings.seed)
-        if steps is None and settings.minutes is None:
+        if steps is None:
             steps = max(1, math.floor(settings.epochs * len(dataset) / self._rows_per_step))
             if earlier := self._finished(steps):
                 return earlier
@@ -278,9 +276,9 @@ class Run:
         counts: Tensor,
         known: list[KnownTexts],
         prompts: int,
-        steps: int | None,
+        steps: int,
     ) -> TrainingPlan:
-        """Figures of the run, from one step and one measured text; `steps` is `None` where time decides.
+        """Figures of the run, from one step and one measured text.
 
         Args:
             counts: how often each token is learned, `(V,)`.
@@ -289,9 +287,6 @@ class Run:
         disk = 12 * KEPT_CHECKPOINTS * sum(each.numel() for each in model.parameters())  # float32, and two moments
         require_disk(settings.out, disk, f"keeping {KEPT_CHECKPOINTS} checkpoints")
         batch = [dataset[index % len(dataset)] for index in range(settings.batch_rows)]
-        step_s = settings.accumulate * time_step(model, batch, bf16=self.bf16)
-        measurement_s = time_measurement(model.drafter, known)
-        steps = self._steps_in_time(step_s, measurement_s) if steps is None else steps
         return TrainingPlan(
             rows=len(dataset),
             tokens=sum(len(document.input_ids) for document in dataset.documents),
@@ -299,37 +294,16 @@ class Run:
             coverage=share_covered(counts, model.drafter.draft_ids),
             rows_per_step=self._rows_per_step,
             steps=steps,
-            step_s=step_s,
+            step_s=settings.accumulate * time_step(model, batch, bf16=self.bf16),
             measurements=math.ceil(steps / settings.eval_steps) + 1,  # of the best drafter at the end
-            measurement_s=measurement_s,
+            measurement_s=time_measurement(model.drafter, known),
             prompts=prompts,
             disk_bytes=disk,
         )
 
-    def _known_steps(self) -> int | None:
-        """Steps that are known before texts are read: by the settings or, since the learning rate decays over them, by
-        the run in so many minutes that is resumed."""
-        if self.settings.minutes is None or self.checkpoint is None:
-            return self.settings.max_steps
-        return json.loads((self.checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
-
     @property
     def _rows_per_step(self) -> int:
         return self.settings.batch_rows * self.settings.accumulate * self.processes.num_processes
-
-    def _steps_in_time(self, step_s: float, measurement_s: float) -> int:
-        """As many steps, each of so many seconds, as are done and measured in the minutes that the settings give."""
-        left_s = 60.0 * (self.settings.minutes or 0.0) - (time.monotonic() - self.started)
-        ends_s = 2 * measurement_s  # behind the last step, and of the best drafter
-        steps = int((left_s - ends_s) / (step_s + measurement_s / self.settings.eval_steps))
-        steps = int(broadcast_object_list([steps])[0])
-        if steps < 1:
-            raise TrainingError(
-                f"{left_s / 60:.1f} of the minutes are left after texts were written and read, and one step and its "
-                f"measurements take {(step_s + ends_s) / 60:.1f}; give more minutes, or less to write and to measure "
-                "(--max-rows, --held-out, --eval-new-tokens)"
-            )
-        return steps
 
     # --- training ------------------------------------------------------------------------------------------------
 
