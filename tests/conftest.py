@@ -16,7 +16,7 @@ from eagle31_hf.cli import progress
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.graphs.ahead.kept import CACHE_VARIABLE
 from eagle31_hf.loop.pair import Pair
-from eagle31_hf.stats import PhaseClock
+from eagle31_hf.stats import RoundClock
 from helpers import SHARED
 from slices import shared_out, sliced, spread
 
@@ -136,7 +136,7 @@ def _nothing_learnt_before(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_round_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that stands still: what is drafted depends on counts and bytes alone, so tests can count rounds."""
-    monkeypatch.setattr(PhaseClock, "now", staticmethod(lambda: 0.0))
+    monkeypatch.setattr(RoundClock, "now", staticmethod(lambda: 0.0))
 
 
 @pytest.hookimpl(wrapper=True)

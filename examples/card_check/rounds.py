@@ -141,14 +141,14 @@ class LargePair:
             raise RuntimeError(f"not as it was set: {[stats.loop, *complaints(stats)]}")
         if not counted_on(out[1], prompts["input_ids"].shape[1], self.target.config.vocab_size):
             raise RuntimeError(f"another text than plain's: {out[1][:, -new:].tolist()}")
-        rounds_s, passes = seconds - stats.prefill_s, max(stats.passes, 1)
+        rounds_s, passes = seconds - stats.first_token_s, max(stats.passes, 1)
         read = self.reads["target"] + (0 if alone else stats.drafted / max(stats.rounds, 1) * self.reads["drafter"])
         return {
             "round_ms": to_ms(rounds_s / passes),
             "least_ms": to_ms(read / self._bytes_per_s),
             "tok/s": round(stats.new_tokens / rounds_s, 1),
             "tokens/round": round(stats.new_tokens / max(stats.rounds, 1), 2),
-            "prefill_ms": to_ms(stats.prefill_s),
+            "prefill_ms": to_ms(stats.first_token_s),
             "recorded again": counted["recorded"],
         }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -108,8 +107,6 @@ class SpeculationStats(Acceptance):
         looked_up: of these counts, what was drafted from the text itself (prompt lookup).
         new_tokens: tokens written, summed over rows.
         prefilled_tokens: prompt tokens our own loop read, summed over rows; not those that a carried cache held.
-        draft_s, verify_s, other_s: host seconds in the drafter, in target forwards, in everything else.
-        prefill_s: host seconds until the first token, not part of the three above.
         arrivals: of our own loop, after the first token and after each pass: seconds since the call began, and tokens
             written since the time before, summed over rows.
         skipped_rounds: passes that drafted nothing because it would have been in vain (`drafting.planner`).
@@ -125,10 +122,6 @@ class SpeculationStats(Acceptance):
     looked_up: Acceptance = field(default_factory=Acceptance)
     new_tokens: int = 0
     prefilled_tokens: int = 0
-    prefill_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    other_s: float = 0.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     skipped_rounds: int = 0
     events: list[DraftEvent] = field(default_factory=list)
@@ -227,11 +220,10 @@ class LastStats:
         return LastStats, (self.get(),)
 
 
-class PhaseClock:
-    """Adds host seconds to `prefill_s`, `draft_s`, `verify_s` of a `SpeculationStats`; what is left goes to `other_s`.
+class RoundClock:
+    """When tokens came, for `SpeculationStats.arrivals`, and how long the last round took, for those who plan the next.
 
-    On a GPU, kernels run on after the host has moved on; the one synchronisation a round makes the sum right and puts
-    waiting time where the host waited.
+    On a GPU, kernels run on after the host has moved on; a round lasts from one wait for the device to the next.
     """
 
     def __init__(self, stats: SpeculationStats):
@@ -241,10 +233,6 @@ class PhaseClock:
         self.round_s = 0.0  # of the last round, from the wait before it to its own; 0 where it made a graph
         self.graphs = 0  # there were by then
         self._round_began = self._waited = self._rest_s = 0.0
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Charge the block to `name`, one of `"prefill"`, `"draft"`, `"verify"`; no phase lies within another."""
-        return _Phase(self._stats, f"{name}_s")
 
     def note_tokens(self, total: int) -> None:
         """So many tokens are written by now. Fewer than before (memory ran out) are noted once they are made up for."""
@@ -270,25 +258,3 @@ class PhaseClock:
     def end_round(self) -> None:
         """What was done behind the wait is seen by the next one."""
         self._rest_s = self.now() - self._waited
-
-    def stop(self) -> None:
-        """Charge to `other_s` what no phase claimed."""
-        stats = self._stats
-        total = time.perf_counter() - self._started
-        stats.other_s = max(0.0, total - stats.prefill_s - stats.draft_s - stats.verify_s)
-
-
-class _Phase:
-    """A block charged to a phase. No generator: a small model's round opens several, and each would take 10 us."""
-
-    __slots__ = ("_field", "_start", "_stats")
-
-    def __init__(self, stats: SpeculationStats, field: str):
-        self._stats, self._field = stats, field
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        elapsed_s = time.perf_counter() - self._start
-        setattr(self._stats, self._field, getattr(self._stats, self._field) + elapsed_s)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.loop.pair import Pair
-from eagle31_hf.stats import PhaseClock
+from eagle31_hf.stats import RoundClock
 from helpers import (
     DEMO_DRAFTER,
     MODELS,
@@ -218,7 +218,7 @@ def test_what_is_drafted_does_not_change_the_text(loop: str, rows: int) -> None:
 @pytest.mark.parametrize("name", ["demo-target", "llama"], ids=["right", "never right"])
 def test_schedules_do_not_change_the_text(schedule: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that do not pay rest, and rounds are timed."""
-    monkeypatch.setattr(PhaseClock, "now", staticmethod(time.perf_counter))
+    monkeypatch.setattr(RoundClock, "now", staticmethod(time.perf_counter))
     settings = {"num_assistant_tokens_schedule": schedule}
     if schedule == "pid":  # graphs draft one length, and say so
         settings["acceleration"] = "eager"

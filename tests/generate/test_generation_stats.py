@@ -1,4 +1,4 @@
-"""What a call reports: counts of drafts, times of tokens and phases."""
+"""What a call reports: counts of drafts, times of tokens and rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from greedy_calls import greedy, one, stats_of
 
 from eagle31_hf import SpeculationStats
-from eagle31_hf.stats import DraftEvent, PhaseClock
+from eagle31_hf.stats import DraftEvent, RoundClock
 from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for
 
 
@@ -29,8 +29,6 @@ def test_stats_tell_what_happened() -> None:
     assert sum(stats.accepted_at) == stats.accepted
     assert stats.accepted_at == sorted(stats.accepted_at, reverse=True)
     assert all(0 <= rate <= 1 for rate in stats.cumulative_acceptance)
-    assert min(stats.prefill_s, stats.draft_s, stats.verify_s) > 0
-    assert stats.other_s >= 0
     assert json.loads(json.dumps(stats.to_dict()))["accepted"] == stats.accepted
     said = f"{15 / stats.rounds:.2f} tokens a pass (16 tokens, 15 of them in {stats.rounds} passes)\ndrafter: "
     assert str(stats).startswith(said)
@@ -72,7 +70,7 @@ def test_what_memory_took_back_and_was_written_again_is_counted_once(monkeypatch
     monkeypatch.setattr("eagle31_hf.stats.time.perf_counter", lambda: next(now))
     stats = SpeculationStats()
     assert stats.first_token_s is None
-    clock = PhaseClock(stats)
+    clock = RoundClock(stats)
     for total in (1, 9, 13, 11, 17):
         clock.note_tokens(total)
     assert stats.arrivals == [(0.5, 1), (1.5, 8), (2.5, 4), (3.5, 4)]
@@ -94,24 +92,11 @@ def test_every_token_has_its_time_in_the_figures_of_its_call(rows: int) -> None:
         before = stats
 
 
-def test_phase_clock_charges_phases_and_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 1.0, 3.0, 3.5, 4.0, 10.0])
-    monkeypatch.setattr("eagle31_hf.stats.time.perf_counter", lambda: next(now))
-    stats = SpeculationStats()
-    clock = PhaseClock(stats)
-    with clock.phase("draft"):
-        pass
-    with pytest.raises(ZeroDivisionError), clock.phase("verify"):
-        raise ZeroDivisionError
-    clock.stop()
-    assert (stats.draft_s, stats.verify_s, stats.other_s) == (2.0, 0.5, 7.5)
-
-
 def test_a_round_that_makes_a_graph_has_no_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """To load one takes many times as long as a round: planners rested after it."""
     now = iter(range(100))
-    monkeypatch.setattr(PhaseClock, "now", staticmethod(lambda: float(next(now))))
-    clock, seconds = PhaseClock(SpeculationStats()), []
+    monkeypatch.setattr(RoundClock, "now", staticmethod(lambda: float(next(now))))
+    clock, seconds = RoundClock(SpeculationStats()), []
     for graphs in (0, 2, 2, 3, 3):  # the fourth is made behind the third round's wait, which the fourth's seconds show
         clock.begin_round()
         clock.note_wait(graphs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -53,7 +52,6 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         self.shape = shape.as_chain()
         self._session: DraftSession | None = None
         self._drafted = 0
-        self._forward_started = time.perf_counter()
 
     def get_candidates(  # type: ignore[override]  # transformers' own generators widen it too
         self,
@@ -68,25 +66,20 @@ class Eagle31CandidateGenerator(CandidateGenerator):
 
         The first call has nothing to draft from and returns `input_ids` alone.
         """
-        started, self._drafted = time.perf_counter(), 0
+        self._drafted = 0
         if not is_first_iteration:
             self.binding.one_token_arithmetic.start()  # the prompt is read, what follows is verified
             drafts = self._draft(input_ids, self._absorb(input_ids, int(n_last_matches)))
             self._drafted = len(drafts)
             input_ids = torch.cat((input_ids, drafts[None].to(input_ids.device)), dim=1)
-            self.stats.draft_s += time.perf_counter() - started
-        self._forward_started = time.perf_counter()
         return input_ids, None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int | Tensor) -> None:
         """Called by the loop after each verification: count the round."""
-        seconds, accepted = time.perf_counter() - self._forward_started, int(num_matches)
+        accepted = int(num_matches)
         self.stats.new_tokens += accepted + 1
-        if self._session is None:
-            self.stats.prefill_s += seconds
-            return
-        self.stats.verify_s += seconds
-        self.stats.record_round(depth=self._drafted, nodes=self._drafted, accepted=[accepted])
+        if self._session is not None:
+            self.stats.record_round(depth=self._drafted, nodes=self._drafted, accepted=[accepted])
 
     def _absorb(self, input_ids: Tensor, accepted: int) -> DraftSession:
         """Bring the drafter up to date with the rows the target has just computed and kept."""

@@ -27,7 +27,7 @@ from ..sampling.callers_code import CallersCode
 from ..sampling.draw import NOT_PLAIN, PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
 from ..sampling.seen_tokens import SeenTokens
-from ..stats import NOT_A_NUMBER, PhaseClock, SpeculationStats
+from ..stats import NOT_A_NUMBER, RoundClock, SpeculationStats
 from ..targets.binding import TargetBinding
 from ..targets.prompt_forward import PromptForward
 from .accept import Accepted, Acceptor
@@ -152,7 +152,7 @@ class SpeculativeDecoder:
         self.drafter, self.request = drafter, request
         self.binding: TargetBinding = drafter.binding
         self.sequences = request.sequences
-        self.clock = PhaseClock(request.stats)
+        self.clock = RoundClock(request.stats)
         self.rows = list(range(self.sequences.batch_size))
         self.stage, self.largest = Stage.PREFILL, request.shape
         prompt = self.sequences.prompts.shape[1] - request.skip  # columns still to be read
@@ -221,7 +221,6 @@ class SpeculativeDecoder:
 
     def finish(self) -> Tensor:
         """Close the figures and return the text, `(B, L + n)` ids."""
-        self.clock.stop()
         self._settle_noise()
         self.request.stats.new_tokens = sum(len(new) for new in self.sequences.new)
         return self.sequences.assemble()
@@ -257,13 +256,12 @@ class SpeculativeDecoder:
         that was written."""
         self.stage = Stage.PREFILL
         carried = self.request.carried
-        with self.clock.phase("prefill"):
-            if carried is not None:
-                carried.load(self.caches.target, self.caches.drafter)
-            texts = [self.sequences.text(row, self.request.skip) for row in self.rows]
-            if not any(self.sequences.new[row] for row in self.rows):
-                return self.first_token(self.read(texts, unread=0))
-            self.read(texts, unread=1)
+        if carried is not None:
+            carried.load(self.caches.target, self.caches.drafter)
+        texts = [self.sequences.text(row, self.request.skip) for row in self.rows]
+        if not any(self.sequences.new[row] for row in self.rows):
+            return self.first_token(self.read(texts, unread=0))
+        self.read(texts, unread=1)
         self.stage = Stage.COMMIT
         self.let_ended_rows_go(self.unfinished_rows())
 
@@ -394,7 +392,7 @@ class SpeculativeDecoder:
             self.rows = []
         elif len(staying) < len(self.rows) and not self.round.keeps_ended_rows(len(staying)):
             self.rows = [self.rows[b] for b in staying]  # first: caches that do not follow are known by it
-            self.round.select_rows(staying)
+            self.caches.select_rows(staying)
 
     def unfinished_rows(self) -> list[int]:
         """Places of the rows that need more tokens."""

@@ -28,7 +28,7 @@ from ..graphs.draft_graphs import ChosenBy, CompiledDrafting, GraphChoice
 from ..graphs.graphs import Graphs
 from ..graphs.round_graphs import AcceptedAhead, RoundStep
 from ..graphs.verify import CompiledVerification
-from ..stats import PhaseClock
+from ..stats import RoundClock
 from ..targets.binding import TargetOutput, Verification
 from .accept import Accepted, Acceptor
 from .choosing import ChoiceRule, Choosing, RoundBatch, warp_drafts
@@ -48,7 +48,7 @@ class Round:
         drafter: attached.
         caches: of target and drafter: all that outlives a round.
         choosing: the texts, and how they choose their tokens.
-        clock: charged with the seconds of drafting and verifying.
+        clock: told of the one wait of a round.
         graphs: the pair's; `None`: all is eager code.
     """
 
@@ -57,7 +57,7 @@ class Round:
         drafter: Assistant,
         caches: PairCaches,
         choosing: Choosing,
-        clock: PhaseClock,
+        clock: RoundClock,
         graphs: Graphs | None = None,
     ):
         self.caches, self.choosing, self.clock, self.binding = caches, choosing, clock, drafter.binding
@@ -98,20 +98,19 @@ class Round:
         ahead, self._ahead, self._by_graphs = self._ahead, None, None
         session, plan, depth = self.caches.drafter, batch.plan, batch.draft_depth
         self._rests = session is None or (plan is not None and not plan.shape.depth)
-        with self.clock.phase("draft"):
-            if plan is None or depth < 1:
-                return DraftTree.chain(batch.roots[:, None])
-            if plan.tokens is not None:
-                return given_chain(batch, plan.tokens, depth)
-            if session is None:
-                return DraftTree.chain(batch.roots[:, None])
-            if self.drafting is None:
-                session.catch_up()
-                return propose(session, batch, session.drafter)
-            self._by_graphs = self.drafting
-            self.drafting.catch_up()
-            tree = self._draft_at_once(self.drafting, ahead, plan.shape, batch)
-            return propose(self.drafting, batch, session.drafter) if tree is None else tree
+        if plan is None or depth < 1:
+            return DraftTree.chain(batch.roots[:, None])
+        if plan.tokens is not None:
+            return given_chain(batch, plan.tokens, depth)
+        if session is None:
+            return DraftTree.chain(batch.roots[:, None])
+        if self.drafting is None:
+            session.catch_up()
+            return propose(session, batch, session.drafter)
+        self._by_graphs = self.drafting
+        self.drafting.catch_up()
+        tree = self._draft_at_once(self.drafting, ahead, plan.shape, batch)
+        return propose(self.drafting, batch, session.drafter) if tree is None else tree
 
     def _draft_at_once(
         self, drafting: CompiledDrafting, ahead: AcceptedAhead | None, shape: DraftShape, batch: RoundBatch
@@ -134,8 +133,7 @@ class Round:
 
     def verify(self, tree: DraftTree) -> TargetOutput:
         """Logits `(B, N, V)` and, for a drafter, hidden states `(B, N, A*Ht)` of every node, in one target forward."""
-        capturing = nullcontext() if self.caches.drafter is None else self.binding.capturing()
-        with self.clock.phase("verify"), capturing:
+        with nullcontext() if self.caches.drafter is None else self.binding.capturing():
             if self.verification is None:
                 return self.eager(tree)
             output = self.verification(tree, rests=self._rests)
@@ -149,9 +147,8 @@ class Round:
         may end a chain, or processors look at the tokens drafted before."""
         self._ahead, step = None, self._round_step(batch)
         if self.drafting is not None and step is not None:
-            with self.clock.phase("draft"):
-                chosen_by = _chosen_by(batch, step.looks_ahead)
-                self._ahead = step.advance(self.drafting, tree, verified, chosen_by)
+            chosen_by = _chosen_by(batch, step.looks_ahead)
+            self._ahead = step.advance(self.drafting, tree, verified, chosen_by)
         if self._ahead is None:
             accepted = Acceptor(tree, verified.logits, batch).accept(self._is_broken(batch))
         else:
@@ -191,8 +188,7 @@ class Round:
         keeping.keep([path[:count] for path, count in zip(accepted.paths, counts, strict=True)])
         ahead, session = self._ahead, self.caches.drafter
         if ahead is not None and session is not None:
-            with self.clock.phase("draft"):
-                session.commit(ahead.state, counts)
+            session.commit(ahead.state, counts)
         else:
             self._absorb(written, aux_of_path(accepted.paths, verified.aux, max(counts)))
 
@@ -203,13 +199,12 @@ class Round:
         if session is None or aux is None:
             return
         width = len(tokens[0])
-        with self.clock.phase("draft"):
-            if self._by_graphs is not None:
-                self._by_graphs.absorb(*absorbed(tokens, aux))
-            elif all(len(row) == width for row in tokens):
-                session.put_off(tokens, aux if aux.shape[1] == width else aux.narrow(1, 0, width))
-            else:
-                session.absorb(*absorbed(tokens, aux))
+        if self._by_graphs is not None:
+            self._by_graphs.absorb(*absorbed(tokens, aux))
+        elif all(len(row) == width for row in tokens):
+            session.put_off(tokens, aux if aux.shape[1] == width else aux.narrow(1, 0, width))
+        else:
+            session.absorb(*absorbed(tokens, aux))
 
     def record(
         self,
@@ -230,10 +225,6 @@ class Round:
             policy.record(plan, depth, [batch.rows[b] for b in batch.live], counts, self.clock.round_s)
 
     # --- rows ----------------------------------------------------------------------------------------------------
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the caches only."""
-        self.caches.select_rows(rows)
 
     def keeps_ended_rows(self, num_live: int) -> bool:
         """Whether ended rows had better stay in the batch while so many need tokens: graphs are made for its size."""

@@ -29,7 +29,7 @@ from ..loop.pair import Pair
 from ..loop.pair_caches import PairCaches, PooledCaches
 from ..loop.prefill import ChunkedPrefill, PrefillState
 from ..loop.round import Round
-from ..stats import PhaseClock, SpeculationStats
+from ..stats import RoundClock, SpeculationStats
 from .rows import NO_TOKEN, Rows, ServedText, choose_as_generate, logprobs_of
 from .text import Event, Request, Writer
 
@@ -77,7 +77,7 @@ class Batch:
     def __init__(self, drafter: Assistant, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings):
         self.settings, self.binding, rows = settings, drafter.binding, settings.max_rows
         self.drafter, self.tokenizer, self.stats = drafter, tokenizer, SpeculationStats()
-        self.clock = PhaseClock(self.stats)
+        self.clock = RoundClock(self.stats)
         drafts = Pair.of(drafter).drafting(
             rows=rows,
             sampled=True,
@@ -142,13 +142,12 @@ class Batch:
             end -= 1
         if end - start < fewest <= self.to_read:
             return  # with what is read next
-        with self.clock.phase("prefill"):
-            while start < end:
-                stop = min(start + chunk, end)
-                if 0 < end - stop < fewest:
-                    stop -= 1
-                self._prefill.read_columns(self._prompt, start, stop)
-                self._position = start = stop
+        while start < end:
+            stop = min(start + chunk, end)
+            if 0 < end - stop < fewest:
+                stop -= 1
+            self._prefill.read_columns(self._prompt, start, stop)
+            self._position = start = stop
         last = self._prompt.last_logits[0]
         if last is not None and bool(last.isnan().any()):
             raise UnsupportedGenerationError("the model's scores of this prompt are no numbers")
@@ -158,13 +157,12 @@ class Batch:
         assert self.reading is not None, "begin comes first"
         assert self._prompt is not None, "begin comes first"
         text, prompt, caches = self.reading, self._prompt, self.prompt_caches
-        with self.clock.phase("prefill"):
-            event = self._first_token(text, prompt)
-            if event.error:
-                self.drop_reading()
-                return event
-            if caches.drafter is not None:
-                caches.drafter.absorb(*prompt.pair([event.tokens]))
+        event = self._first_token(text, prompt)
+        if event.error:
+            self.drop_reading()
+            return event
+        if caches.drafter is not None:
+            caches.drafter.absorb(*prompt.pair([event.tokens]))
         self._parked.pop(len(self.texts), None)  # its row is written over, even where that fails half-way
         self.caches.join(caches)
         self.texts.append(text)
