@@ -19,7 +19,6 @@ from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafter.replay import TargetText, drafts_along, read_text
 from eagle31_hf.measure import doctor, drift
 from eagle31_hf.measure.bench import Bench
-from eagle31_hf.measure.doctor import CONVERSATIONS as OF_MANY_KINDS
 from eagle31_hf.measure.doctor import (
     DEPTH,
     Finding,
@@ -40,6 +39,7 @@ from eagle31_hf.measure.readings import (
     score_readings,
 )
 from eagle31_hf.texts.chats import encode_chat
+from eagle31_hf.texts.prompts import read_prompts
 from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded
 
 NEW_TOKENS = 40
@@ -74,7 +74,8 @@ def written(target: Any, prompts: list[Tensor]) -> list[Tensor]:
 @pytest.fixture(scope="module")
 def many(target: Any, tokenizer: Any) -> list[TargetText]:
     """What the doctor reads of the embedded pair unless told otherwise: small differences take that much."""
-    prompts = [torch.tensor(encode_chat(tokenizer, each)) for each in [*CONVERSATIONS, *OF_MANY_KINDS]]
+    chats = [*CONVERSATIONS, *(prompt.opening for prompt in read_prompts([f"many={doctor.PROMPTS}"]))]
+    prompts = [torch.tensor(encode_chat(tokenizer, each)) for each in chats]
     drafter = attached(target)
     written = [write(target, prompt, 48, assistant_model=drafter) for prompt in prompts]
     written += write_both(drafter, prompts, new_tokens=48, temperature=1.0).texts
@@ -161,7 +162,7 @@ def test_drift_is_where_the_drafter_looks() -> None:
     torch.testing.assert_close(seen.feedback_norm, torch.stack([each.feedback.norm(dim=-1) for each in drafts], 1))
     wanted = [each.logits.log_softmax(-1)[range(len(starts)), each.truth] for each in drafts]
     torch.testing.assert_close(seen.log_probs, torch.stack(wanted, 1))
-    curve = curve_of([seen], [cache.shares()], form="EAGLE-3", condition="toy")
+    curve = curve_of([seen], [cache.shares()], condition="toy")
     assert (curve.starts, curve.own[0], curve.feedback_norm[0]) == (len(starts), 0.0, 1.0)
     assert all(0 < sink + own < 1 for sink, own in zip(curve.sink, curve.own, strict=True))
 
@@ -315,22 +316,20 @@ def test_conditions_change_the_prompt_as_they_say() -> None:
     assert [message["role"] for message in added] == ["system", "user"]
     assert added[0]["content"] != "S"
     assert len(CONDITIONS["long context"](chat)[0]["content"]) > 4000
-    assert CONDITIONS["as it is"](chat) == chat
+    assert CONDITIONS["prompts as they are"](chat) == chat
 
 
-@pytest.fixture(scope="module")
-def subject(target: Any, tokenizer: Any) -> Subject:
-    return Subject(attached(target), tokenizer, CONVERSATIONS[:1])
+def test_drift_is_shown_under_every_condition(target: Any, tokenizer: Any, tmp_path: Path) -> None:
+    def probed(**fields: Any) -> list[DriftCurve]:
+        return drift.probe_drift(
+            Subject(attached(target, **fields), tokenizer, CONVERSATIONS[:1]), new_tokens=12, depth=4
+        )
 
-
-def test_drift_shows_the_same_weights_in_both_forms_under_every_condition(subject: Subject, tmp_path: Path) -> None:
-    curves = drift.probe_drift(subject, new_tokens=12, depth=4)
-    assert [curve.form for curve in curves] == ["EAGLE 3.1", "EAGLE-3 by the same weights"] * (len(curves) // 2)
-    assert {curve.condition for curve in curves} == {
-        "as it is", "system prompt added", "long context", "another template",
-    }  # fmt: skip
-    grown = {curve.form: curve.feedback_norm[-1] for curve in curves if curve.condition == "as it is"}
-    assert grown["EAGLE-3 by the same weights"] > 1.1 > grown["EAGLE 3.1"], "weights of one form in the other drift"
+    curves, turned = probed(), probed(norm_output=False)
+    assert [curve.condition for curve in curves] == [
+        "prompts as they are", "system prompt added", "long context", "another template",
+    ]  # fmt: skip
+    assert turned[0].feedback_norm[-1] > 1.1 > curves[0].feedback_norm[-1], "weights of one form in the other drift"
     assert drift_finding(curves[:1]).level == "ok"
     plot_drift(curves, tmp_path / "drift.png")
     assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
@@ -338,7 +337,7 @@ def test_drift_shows_the_same_weights_in_both_forms_under_every_condition(subjec
 
 def test_what_counts_as_drift() -> None:
     def curve(sink: list[float], norm: list[float]) -> DriftCurve:
-        return DriftCurve("form", "condition", sink, [0.0] * 2, norm, [1.0] * 2, starts=1)
+        return DriftCurve("condition", sink, [0.0] * 2, norm, [1.0] * 2, starts=1)
 
     assert curve([0.4, 0.4], [1.0, 1.6]).drifts, "the state grows"
     assert curve([0.4, 0.1], [1.0, 1.0]).drifts, "the sink is left"

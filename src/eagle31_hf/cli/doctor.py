@@ -9,10 +9,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ..demo import CONVERSATIONS as DEMO_CONVERSATIONS
+from ..demo import PROMPTS as DEMO_PROMPTS
 from ..drafter.drafter import MtpDrafter
 from ..errors import ConfigurationError
-from ..measure.doctor import CONVERSATIONS, Examination, Finding, examine
+from ..measure.doctor import PROMPTS, Examination, Finding, examine
 from ..measure.drift import DriftCurve
 from ..measure.origin import origin
 from ..measure.plots import plot_drift
@@ -45,8 +45,10 @@ def doctor(
 ) -> None:
     """Examine a pair: does it fit, is the text exact, how much is accepted, is it set up right?"""
     console = make_console()
+    # Of many kinds; before them the embedded target's own subjects, for it has little to say of others.
+    own = [f"embedded={DEMO_PROMPTS}"] * (source.target is None) + [f"many={PROMPTS}"]
     # The prompts first: a wrong path should not cost loading a model.
-    given = [prompt.opening for prompt in read_prompts([prompts], limit or 20)] if prompts else []
+    asked = read_prompts([prompts], limit or 20) if prompts else read_prompts(own)[:limit]
     pair = load_pair(source, needs_drafter=True)
     if isinstance(pair.eagle, MtpDrafter) and (drift or plot is not None):
         raise ConfigurationError(
@@ -55,8 +57,7 @@ def doctor(
     subject = Subject(
         drafter=pair.eagle,
         tokenizer=pair.tokenizer,
-        # Of many kinds; before them the embedded target's own subjects, for it has little to say of others.
-        conversations=given or [*(() if source.target else DEMO_CONVERSATIONS), *CONVERSATIONS][:limit],
+        conversations=[prompt.opening for prompt in asked],
         folder=Path(source.drafter) if source.drafter is not None and Path(source.drafter).is_dir() else None,
     )
     with progress_bar(console) as on_step:
@@ -79,7 +80,7 @@ def doctor(
 def _show(console: Console, seen: Examination) -> None:
     console.print(_table(seen.findings))
     for curve in seen.drift:
-        console.print(heading(f"{curve.form}, {curve.condition}"))
+        console.print(heading(f"drift, {curve.condition}"))
         console.print(_drift_table(curve))
     console.print(f"\nverdict: {seen.verdict}", style="bold")
 

@@ -5,6 +5,7 @@ Where the weights come from is told in `model_cards/demo-target.md` and `model_c
 
 from __future__ import annotations
 
+import json
 from importlib.resources import files
 from pathlib import Path
 
@@ -22,28 +23,8 @@ def drafter_path() -> Path:
     return Path(str(files(__name__))) / "drafter"
 
 
-def _dialogue(*turns: str) -> Messages:
-    return [{"role": "assistant" if i % 2 else "user", "content": turn} for i, turn in enumerate(turns)]
-
-
-CONVERSATIONS: tuple[Messages, ...] = (
-    _dialogue(
-        "I would like to reserve a table at an Italian restaurant in Oakland.",
-        "What time would you like the reservation, and for how many people?",
-        "At 7 pm tomorrow for four people, please. The restaurant is called Bella Luna.",
-    ),
-    _dialogue(
-        "A shop sells apples at 3 dollars a bag and pears at 4 dollars a bag. Mia buys 5 bags of apples and 2 bags of "
-        "pears. How much does she pay?"
-    ),
-    _dialogue(
-        "I need two bus tickets from Fresno to Los Angeles.",
-        "What day would you like to travel, and at what time?",
-        "On March 8th, around 9 in the morning.",
-    ),
-    _dialogue(
-        "A school buys 30 boxes with 24 pencils in each box. Every pupil gets 5 pencils. How many pupils get pencils?"
-    ),
-    _dialogue("What is the weather going to be like in Portland this weekend?"),
-    _dialogue("A farmer has 6 fields with 24 rows of 15 lettuces. Rabbits eat a tenth of them. How many are left?"),
+PROMPTS = Path(str(files(__name__))) / "prompts.jsonl"
+"""Bookings and sums."""
+CONVERSATIONS: tuple[Messages, ...] = tuple(
+    json.loads(line)["messages"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()
 )

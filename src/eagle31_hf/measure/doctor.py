@@ -48,6 +48,9 @@ FEWEST_RIGHT = 0.05
 FEWEST_JUDGED = 3
 """Texts from which acceptance is judged: one alone may be of a kind that is hard to foresee."""
 
+PROMPTS = Path(__file__).with_name("prompts.jsonl")
+"""What a pair is examined with where nothing else is given: of many kinds."""
+
 Level = Literal["ok", "note", "problem"]
 
 
@@ -169,7 +172,7 @@ def examine(
         findings += found
     if drift:
         seen.drift = probe_drift(subject, new_tokens=new_tokens, on_step=on_step)
-        findings.append(drift_finding([curve for curve in seen.drift if curve.form == seen.drift[0].form]))
+        findings.append(drift_finding(seen.drift))
     return seen
 
 
@@ -370,10 +373,9 @@ HEAD_OPTIONS = {"state": "normed_state", "feedback": "norm_output"}
 
 
 def drift_finding(curves: Sequence[DriftCurve]) -> Finding:
-    """What to say of one drafter's curves."""
     if not curves:
         return Finding("drift", "note", "the texts were too short to look at", "give longer prompts with --prompts")
-    if drifting := [f"{curve.form}, {curve.condition}" for curve in curves if curve.drifts]:
+    if drifting := [curve.condition for curve in curves if curve.drifts]:
         return Finding(
             "drift",
             "note",
@@ -381,30 +383,3 @@ def drift_finding(curves: Sequence[DriftCurve]) -> Finding:
             "keep drafts short, or train an EAGLE 3.1 form from it: `eagle31 train --drafter`",
         )
     return Finding("drift", "ok", f"none under {len(curves)} conditions")
-
-
-CONVERSATIONS: tuple[list[dict[str, str]], ...] = tuple(
-    [{"role": "user", "content": text}]
-    for text in (
-        "Explain in three sentences why the sky is blue.",
-        "Write a Python function that returns the n-th Fibonacci number.",
-        "A train leaves at 9:40 and arrives at 13:05. How long is the ride?",
-        "Translate into French: The shop is closed on Sundays.",
-        "Write a short, polite e-mail that declines an invitation to a meeting.",
-        "Summarise the plot of Romeo and Juliet in two sentences.",
-        "What is the difference between a list and a tuple in Python?",
-        "Give me a simple recipe for pancakes.",
-        "List five things to pack for a weekend in the mountains.",
-        "If a shirt costs 24 euros after a discount of 20 percent, what did it cost before?",
-        "Write a SQL query that counts the orders of each customer.",
-        "Who wrote The Origin of Species, and what is it about?",
-        "Write a haiku about autumn.",
-        "How do I undo the last commit in git without losing my changes?",
-        "Name three advantages and three disadvantages of working from home.",
-        "Continue the story: The lighthouse keeper had not spoken to anyone for a month, until",
-        "What should I look for when I buy a used bicycle?",
-        "Write a bash one-liner that finds the ten largest files below a folder.",
-        "Explain photosynthesis to a ten-year-old.",
-        "Correct the grammar: Me and him was going to the store yesterday.",
-    )
-)

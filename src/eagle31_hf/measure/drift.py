@@ -1,8 +1,8 @@
 """Attention drift (arXiv 2605.09992): does the drafter look away from the prompt as its draft gets longer?
 
 An EAGLE-3 drafter feeds back a state that was not normed; along a draft its length grows and attention moves from the
-prompt's first tokens to the draft's own. EAGLE 3.1 feeds back the normed state. Shown by draft depth, for the drafter
-and for the same weights read in the other form, under conditions a server meets and training may not have met.
+prompt's first tokens to the draft's own. EAGLE 3.1 feeds back the normed state. Shown by draft depth, under conditions
+a server meets and training may not have met.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from ..cache.grouped_attention import WatchedCache
 from ..demo import Messages
-from ..drafter.replay import TargetText, read_text
-from .readings import OnStep, Replay, Subject, form_of, read_as, replay
+from ..drafter.replay import read_text
+from .readings import OnStep, Replay, Subject, replay
 
 SINK_TOKENS = 4
 """First tokens of a prompt counted as its sink (StreamingLLM, arXiv 2309.17453, keeps four)."""
@@ -34,7 +34,6 @@ LONG_CONTEXT_CHARACTERS = 4000
 class DriftCurve:
     """Means over `starts` positions of all texts, one entry per draft depth."""
 
-    form: str  # "EAGLE 3.1" or "EAGLE-3"
     condition: str  # what was done to the prompt
     sink: list[float]  # share of attention on the prompt's first tokens
     own: list[float]  # and on the draft itself
@@ -67,7 +66,7 @@ def _without_marks(messages: Messages) -> str:
 
 
 CONDITIONS: dict[str, Callable[[Messages], Messages | str]] = {
-    "as it is": list,
+    "prompts as they are": list,
     "system prompt added": lambda messages: [
         {"role": "system", "content": "You are a helpful assistant. Answer briefly."}, *_without_system(messages),
     ],
@@ -80,26 +79,23 @@ CONDITIONS: dict[str, Callable[[Messages], Messages | str]] = {
 def probe_drift(
     subject: Subject, *, new_tokens: int, depth: int = DEPTH, on_step: OnStep = lambda what, done, of: None
 ) -> list[DriftCurve]:
-    """Curves of the drafter, and of the same weights with the feedback normed or not, under every condition."""
-    turned = read_as(subject.drafter, {"norm_output": not subject.drafter.config.norm_output})
-    forms = {form_of(subject.drafter): subject.drafter, f"{form_of(turned)} by the same weights": turned}
-    binding, curves = subject.drafter.binding, []
+    """Curves of the drafter under every condition."""
+    drafter, curves = subject.drafter, []
+    binding, device = drafter.binding, drafter.fc.weight.device
     generate: Any = binding.model.generate
-    try:
-        for condition, prompts in _prompts_by_condition(subject).items():
-            usable: list[TargetText] = []
-            for prompt in prompts:
-                batch = {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt)[None]}
-                ids = generate(**batch, do_sample=False, num_beams=1, max_new_tokens=new_tokens + depth)[0].cpu()
-                text = read_text(binding, ids, len(prompt), binding.aux_layers)
-                on_step(f"drift, {condition}", len(usable), len(prompts))
-                usable += [text] if len(text.starts(depth)) else []
-            for form, drafter in forms.items() if usable else ():
-                seen = [ObservedCache(text.starts(depth).to(drafter.fc.weight.device)) for text in usable]
-                replays = [replay(drafter, text, depth=depth, cache=at) for text, at in zip(usable, seen, strict=True)]
-                curves.append(curve_of(replays, [at.shares() for at in seen], form=form, condition=condition))
-    finally:
-        turned.detach()
+    for condition, prompts in _prompts_by_condition(subject).items():
+        replays, shares = [], []
+        for number, prompt in enumerate(prompts):
+            on_step(f"drift, {condition}", number, len(prompts))
+            batch = {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt)[None]}
+            ids = generate(**batch, do_sample=False, num_beams=1, max_new_tokens=new_tokens + depth)[0].cpu()
+            text = read_text(binding, ids, len(prompt), binding.aux_layers)
+            if len(starts := text.starts(depth)):
+                cache = ObservedCache(starts.to(device))
+                replays.append(replay(drafter, text, depth=depth, cache=cache))
+                shares.append(cache.shares())
+        if replays:
+            curves.append(curve_of(replays, shares, condition=condition))
     return curves
 
 
@@ -109,18 +105,18 @@ def _prompts_by_condition(subject: Subject) -> dict[str, list[Tensor]]:
     return {
         name: list(map(subject.encode, conversations))
         for name, conversations in changed.items()
-        if name == "as it is" or conversations != changed["as it is"]
+        if name == "prompts as they are" or conversations != changed["prompts as they are"]
     }
 
 
-def curve_of(replays: Sequence[Replay], shares: Sequence[Tensor], *, form: str, condition: str) -> DriftCurve:
+def curve_of(replays: Sequence[Replay], shares: Sequence[Tensor], *, condition: str) -> DriftCurve:
     """Means over the starts of all texts; `shares` `(S, K, 2)` of attention."""
     sink, own = torch.cat(list(shares)).double().mean(0).T.tolist()
     norms = torch.cat([one.feedback_norm for one in replays]).double()  # (S, K)
     right = torch.cat([one.right for one in replays])
     kept = [len(right), *right.sum(0).tolist()]
     acceptance = [now / before if before else 0.0 for before, now in pairwise(kept)]
-    return DriftCurve(form, condition, sink, own, (norms / norms[:, :1]).mean(0).tolist(), acceptance, len(right))
+    return DriftCurve(condition, sink, own, (norms / norms[:, :1]).mean(0).tolist(), acceptance, len(right))
 
 
 class ObservedCache(WatchedCache):

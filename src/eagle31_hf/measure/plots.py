@@ -112,17 +112,12 @@ PANELS = {
 
 
 def plot_drift(curves: Sequence[DriftCurve], path: Path) -> None:
-    """Attention by depth for each curve, the fed-back state's length, acceptance."""
+    """Attention by depth under each condition, the fed-back state's length, acceptance."""
     figure = _new_figure(10, 7)
     axes = figure.subplots(2, 2)
-    forms = list(dict.fromkeys(curve.form for curve in curves))
-    conditions = list(dict.fromkeys(curve.condition for curve in curves))
     for axis, (name, title) in zip(axes.flat, PANELS.items(), strict=True):
         for curve in curves:
-            style = "-o" if forms.index(curve.form) == 0 else "--s"
-            colour = COLOURS[conditions.index(curve.condition) % len(COLOURS)]
-            depths, label = range(1, len(curve.sink) + 1), f"{curve.form}, {curve.condition}"
-            axis.plot(depths, getattr(curve, name), style, color=colour, markersize=3, label=label)
+            axis.plot(range(1, len(curve.sink) + 1), getattr(curve, name), "-o", markersize=3, label=curve.condition)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("draft depth")
         axis.set_ylim(0, 1.08 * max(max(getattr(curve, name)) for curve in curves) or 1.0)

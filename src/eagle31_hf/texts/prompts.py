@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..demo import CONVERSATIONS, Messages
+from ..demo import PROMPTS, Messages
 from ..errors import ConfigurationError, TrainingError
 from .conversations import tables
 from .rows import FIRST_MESSAGES, Message, conversation_from_row, up_to_question
@@ -44,11 +44,7 @@ class Prompt:
 
 def embedded_prompts() -> list[Prompt]:
     """The package's own, two kinds: bookings and sums."""
-    prompts = []
-    for number, chat in enumerate(CONVERSATIONS, 1):
-        kind = "sums" if any(words in chat[-1]["content"] for words in ("How much", "How many")) else "bookings"
-        prompts.append(Prompt(f"embedded/{number}", "embedded", kind, tuple(chat)))
-    return prompts
+    return read_prompts([f"embedded={PROMPTS}"])
 
 
 def read_prompts(sources: Sequence[str], limit: int | None = None) -> list[Prompt]:
