@@ -241,21 +241,22 @@ def test_marks_within_marks_end():
 
 
 @pytest.mark.parametrize(
-    ("name", "ids"),
+    ("name", "more", "ids"),
     [
-        ("Hermes JSON", "call_[0-9a-f]{24} call_[0-9a-f]{24}"),
-        ("Mistral", "[0-9a-f]{9} [0-9a-f]{9}"),
-        ("Kimi K2", r"functions\.get_weather:1 functions\.f-2:2"),
+        ("Hermes JSON", {}, "call_[0-9a-f]{24} call_[0-9a-f]{24}"),
+        ("Hermes JSON", {"parallel_tool_calls": False}, "call_[0-9a-f]{24}"),
+        ("Mistral", {}, "[0-9a-f]{9} [0-9a-f]{9}"),
+        ("Kimi K2", {}, r"functions\.get_weather:1 functions\.f-2:2"),
     ],
 )
-def test_calls_are_named_as_the_template_wants_them_back(name, ids):
+def test_calls_are_named_as_the_template_wants_them_back(name, more, ids):
     called = {"id": "x", "type": "function", "function": {"name": "f-2", "arguments": "{}"}}
     messages = [
         {"role": "user", "content": "Well?"},
         {"role": "assistant", "content": None, "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "x", "content": "Sunny."},
     ]
-    tokenizer, body = tokenizer_of(name), parse(ChatBody, {"model": "demo", "messages": messages, "tools": TOOLS})
+    tokenizer, body = tokenizer_of(name), parse(ChatBody, {"messages": messages, "tools": TOOLS, **more})
     writer = writer_of("demo", tokenizer, form_of(tokenizer), body, [Request((5,), 9)])
     pieces = writer.pieces(0, Event(FORMS[name][1]([("get_weather", {}), ("f-2", {})]), (5,), finish="stop"))
     writer.add(pieces)
@@ -264,18 +265,8 @@ def test_calls_are_named_as_the_template_wants_them_back(name, ids):
     calls = choice["message"]["tool_calls"]
     assert re.fullmatch(ids, " ".join(call["id"] for call in calls))
     deltas = [piece["choices"][0]["delta"] for piece in pieces]
-    assert [call["index"] for delta in deltas for call in delta.get("tool_calls", ())] == [0, 1]
+    assert [call["index"] for delta in deltas for call in delta.get("tool_calls", ())] == [*range(len(calls))]
     assert deltas[0]["tool_calls"][0]["id"] == calls[0]["id"]
-
-
-def test_one_call_where_one_was_asked_for():
-    body = parse(ChatBody, {"model": "demo", "messages": MESSAGES, "tools": TOOLS, "parallel_tool_calls": False})
-    tokenizer = tokenizer_of("Hermes JSON")
-    writer = writer_of("demo", tokenizer, form_of(tokenizer), body, [Request((5,), 9)])
-    pieces = writer.pieces(0, Event(FORMS["Hermes JSON"][1]([("f-2", {})] * 2), (5,), finish="stop"))
-    writer.add(pieces)
-    assert sum("tool_calls" in piece["choices"][0]["delta"] for piece in pieces) == 1
-    assert len(writer.whole([Usage(1)])["choices"][0]["message"]["tool_calls"]) == 1
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Kimi K2", "DeepSeek V3.1"])

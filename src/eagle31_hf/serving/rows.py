@@ -9,7 +9,7 @@ A text without a seed takes noise of no seed, for many positions at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,19 +50,14 @@ class FailsAlone(ScoreProcessing):
 
     failure = ""
 
-    def row_scores(
-        self, prefix: Callable[[int], Tensor], scores: Tensor, rows: Sequence[int], code: CallersCode | None = None
-    ) -> Tensor:
-        """Each row by itself, scores that are no numbers where a processor raises."""
-        return torch.cat([self._scores_of(prefix(b), scores[b : b + 1]) for b in range(len(rows))])
-
-    def _scores_of(self, prefix: Tensor, scores: Tensor) -> Tensor:
+    def _of_row(self, row: int, ids: Tensor, scores: Tensor, code: CallersCode | None) -> Tensor:
+        """Scores that are no numbers where a processor raises."""
         try:
-            return super().row_scores(lambda _b: prefix, scores, [0])
+            return super()._of_row(row, ids, scores, code)
         except Exception as error:
             logger.exception("eagle31: the scores of a text could not be processed")
             self.failure = f"{type(error).__name__}: {error}"
-            return torch.full_like(scores, torch.nan, dtype=torch.float32)
+            return torch.full_like(scores, torch.nan)
 
 
 class TokenChooser:
