@@ -24,10 +24,9 @@ def wait_until(condition, seconds=20):
         time.sleep(0.02)
 
 
-def test_a_full_queue_says_when_to_come_back(pair, monkeypatch):
+def test_a_full_queue_says_when_to_come_back(pair):
     with serving(pair, replace(SIZES, max_rows=1, max_waiting=1)) as small:
-        quick = small.engine.batch.round
-        monkeypatch.setattr(small.engine.batch, "round", lambda: time.sleep(0.05) or quick())  # the first goes on
+        slow_down(small.engine)  # the first goes on
         client = small.client()
         endless = {"stream": True, "extra_body": {"ignore_eos": True}}
         first = chat(client, **endless)
