@@ -113,7 +113,6 @@ METHODS: dict[str, tuple[Any, str]] = {
     "keep": (SpeculativeCache, "keep"),
     "copy": (SlotLayer, "copy"),
     "rows of the cache": (SpeculativeCache, "select_rows"),
-    "rows of a layer": (SlotLayer, "select_rows"),
     "rows of the drafter": (DraftSession, "select_rows"),
     "draft step": (DraftSession, "step"),
     "absorb": (DraftSession, "_absorb"),

@@ -80,7 +80,7 @@ def test_a_step_runs_out_of_memory_at_any_call(shape: str, batch: int, no_leak: 
             assert_survives("llama", shape, batch, getattr(fault, first)(owner, name), end=True)
             points += fault.raised
             reached |= {place} if fault.raised else set()
-    batches_only = {"rows of the cache", "rows of a layer", "rows of the drafter"}
+    batches_only = {"rows of the cache", "rows of the drafter"}
     assert set(METHODS) - reached <= ({"growth"} if batch > 1 else {"growth", "copy"} | batches_only)
     assert points >= 45
     assert_undisturbed("llama", shape, batch)
@@ -103,7 +103,7 @@ def test_windows_that_have_slid_are_read_again(name: str, shape: str) -> None:
     assert_undisturbed(name, shape, 3)
 
 
-@pytest.mark.parametrize("place", ["absorb", "write", "verify", "rows of a layer", "draft step"])
+@pytest.mark.parametrize("place", ["absorb", "write", "verify", "rows of the cache", "draft step"])
 def test_a_quantised_cache_comes_back_too(place: str) -> None:
     with configured(drafter_of("llama"), cache_type="int8", **SHAPES["tree"]):
         undisturbed = speculative("llama", 3, end=True)

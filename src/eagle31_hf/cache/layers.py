@@ -1,7 +1,7 @@
 """Storage of one attention layer's keys and values: preallocated, written in place.
 
-A layer knows three moves: `update` (a forward writes a block and reads what it may attend to), `copy` (accepted nodes
-move to their final slots) and `select_rows`. Every move goes over all `buffers` alike; how numbers are stored in them
+A layer knows two moves: `update` (a forward writes a block and reads what it may attend to) and `copy` (accepted nodes
+move to their final slots). Both go over all `buffers` alike; how numbers are stored in them
 (`pack`, `unpack`) is asked where they come and where they are read.
 
 Two layouts:
@@ -63,10 +63,8 @@ class SlotLayer(CacheLayerMixin):
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         """What the layer stores of its rows, each `(B, heads, slots, width)`."""
-        if self.placement.reserved_rows is None:
-            return self.storages
         rows = self.placement.batch_size
-        return tuple([storage[:rows] for storage in self.storages])
+        return self.storages if rows == len(self.keys) else tuple([storage[:rows] for storage in self.storages])
 
     def _replace_storages(self, storages: Iterable[Tensor]) -> None:
         # All of them are made before the first is replaced: a failure on the way loses nothing.
@@ -105,8 +103,7 @@ class SlotLayer(CacheLayerMixin):
         Zeros, not empty: a hidden slot has weight 0, and 0 * NaN would still be NaN.
         """
         rows = self.placement.reserved_rows
-        like = [part if rows is None else part[:1].expand(rows, -1, -1, -1) for part in parts]
-        return self.allocate(like, self.num_slots)
+        return self.allocate([part[:1].expand(rows, -1, -1, -1) for part in parts], self.num_slots)
 
     @property
     def num_slots(self) -> int:
@@ -120,11 +117,9 @@ class SlotLayer(CacheLayerMixin):
 
     def _grow(self) -> None:
         """Move to larger buffers."""
-        owned = self.keys.shape[2]
-        keep = owned if self.placement.reserved_rows else self.placement.longest + self.placement.after
         grown = self._zeros_like(self.storages)
         for new, old in zip(grown, self.storages, strict=True):
-            new[:, :, :keep].copy_(old[:, :, :keep])
+            new[:, :, : old.shape[2]].copy_(old)
         self._replace_storages(grown)
 
     @property
@@ -172,12 +167,6 @@ class SlotLayer(CacheLayerMixin):
                 buffer.index_copy_(2, target, buffer.index_select(2, source))
 
     # Rows ----------------------------------------------------------------------------------------------------------
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        if self.is_initialized:
-            index = torch.tensor(rows, device=self.device)
-            self.allocate = new_storages
-            self._replace_storages([buffer.index_select(0, index) for buffer in self.buffers])
 
     def row_tensors(self, length: int) -> list[Tensor]:
         """Where rows of at most `length` tokens lie, `(reserved rows, ...)` each."""

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from ..errors import MemoryPlanError
 from .speculative import SpeculativeCache
 
@@ -24,7 +22,6 @@ class RowPool(SpeculativeCache):
     def __init__(self, *args: Any, batch_size: int, **kwargs: Any):
         super().__init__(*args, batch_size=batch_size, **kwargs)
         self.num_rows = batch_size
-        self.placement.reserved_rows = batch_size
         self._parked: dict[int, int] = {}  # lengths, by place
         self._set_live([])
 
@@ -67,7 +64,7 @@ class RowPool(SpeculativeCache):
         """Park a live row behind the others; the last live one takes its place. Returns where the parked row lies."""
         last, lengths = self.batch_size - 1, self.lengths
         if place != last:
-            for rows in _row_tensors(self, max(lengths[place], lengths[last])):  # slots that neither fills stay
+            for rows in self.row_tensors(max(lengths[place], lengths[last])):  # slots that neither fills stay
                 kept = rows[place].clone()
                 rows[place].copy_(rows[last])
                 rows[last].copy_(kept)
@@ -102,14 +99,8 @@ def copy_row(source: SpeculativeCache, row: int, target: SpeculativeCache, place
         own.adopt_layout(other)
     for states, others in zip(target.with_states, source.with_states, strict=True):
         states.adopt_states(others)
-    for rows, tensor in zip(_row_tensors(target, length), _row_tensors(source, length), strict=True):
+    for rows, tensor in zip(target.row_tensors(length), source.row_tensors(length), strict=True):
         rows[place].copy_(tensor[row])
-
-
-def _row_tensors(cache: SpeculativeCache, length: int) -> list[Tensor]:
-    """Where rows of at most `length` tokens lie, live or not: `(rows, ...)` each."""
-    slots = [tensor for layer in cache.attending for tensor in layer.row_tensors(length)]
-    return slots + [state for layer in cache.with_states for state in layer.state_buffers]
 
 
 def wipe_row(cache: SpeculativeCache, place: int) -> None:

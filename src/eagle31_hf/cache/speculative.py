@@ -260,16 +260,21 @@ class SpeculativeCache(Cache):
         """Empty every row; buffers stay allocated."""
         self.placement.set_lengths([0] * self.batch_size)
 
+    def row_tensors(self, length: int) -> list[Tensor]:
+        """Where rows of at most `length` tokens lie, live or not: `(rows, ...)` each."""
+        slots = [tensor for layer in self.attending for tensor in layer.row_tensors(length)]
+        return slots + [state for layer in self.with_states for state in layer.state_buffers]
+
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; a row may repeat. Drops what is placed; the buffers are copied."""
-        for layer in self.attending:
-            layer.select_rows(rows)
-        for states in self.with_states:
-            states.select_states(rows)
-        before, offsets = self.lengths, self.position_offsets
+        """Keep these rows, in ascending order, at the first places. Drops what is placed."""
+        for tensor in self.row_tensors(self.placement.longest):
+            for place, row in enumerate(rows):
+                if place != row:
+                    tensor[place].copy_(tensor[row])
+        lengths, offsets = self.lengths, self.position_offsets
         self.offset_positions(None if offsets is None else offsets[:, rows])
         self.placement.set_batch(len(rows))
-        self.placement.set_lengths([before[row] for row in rows])
+        self.placement.set_lengths([lengths[row] for row in rows])
 
     # In and out ------------------------------------------------------------------------------------------------------
 

@@ -200,7 +200,7 @@ class StateLayer(LinearAttentionLayer):
 
     def _own(self, key: StateKey, like: Tensor) -> None:
         """Hold such a state of every row, empty so far. `like`: `(*, ...)`."""
-        rows = self.placement.reserved_rows or self.placement.batch_size
+        rows = self.placement.reserved_rows
         self._hold(key, self.make_state(key, like[:1].expand(rows, *like.shape[1:])))
 
     def _hold(self, key: StateKey, state: Tensor) -> None:
@@ -226,13 +226,6 @@ class StateLayer(LinearAttentionLayer):
         """Give back what the next block makes again."""
         self._after = {}
         self.forget_block()
-
-    def select_states(self, rows: Sequence[int]) -> None:
-        self._committed = {
-            key: state.index_select(0, torch.tensor(rows, device=state.device))
-            for key, state in self._committed.items()
-        }
-        self.release_block()
 
     def held_states(self, row: int | None = None) -> dict[StateKey, Tensor]:
         """What is committed of one row, `(1, ...)`, or of all, as copies."""

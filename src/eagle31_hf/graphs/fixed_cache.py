@@ -183,7 +183,7 @@ class FixedShapeCache(Cache):
         return traces
 
     def follow(self, source: SpeculativeCache, num_slots: int) -> None:
-        """Take the buffers `source` has now: growing and dropping rows replace them.
+        """Take the buffers `source` has now: growing replaces them, and rows come and go.
 
         Args:
             num_slots: of full layers that graphs look at.
