@@ -92,16 +92,3 @@ def test_a_state_that_no_mixer_writes_is_an_error() -> None:
     cache.place(1)
     with pytest.raises(IncompatibleTargetError, match=r"layer 0 .* replaced after the drafter was attached"):
         cache.get_recurrent_state(0)
-
-
-@pytest.mark.parametrize("placing", [{"counts": [2, 1]}, {"is_draft": True}], ids=["a prompt", "a chain"])
-def test_a_state_that_two_modules_write_is_an_error(placing: dict[str, Any]) -> None:
-    """The second would begin where the first began, and not where it ended."""
-    cache = cache_of(2)
-    read(cache, [[1.0], [2]])
-    cache.commit(1)
-    read(cache, [[3.0, 4], [5, 0]], **placing)
-    with pytest.raises(IncompatibleTargetError, match=r"two modules .* write the conv_states of layer 0"):
-        forward(cache, torch.tensor([[3.0, 4], [5, 0]]))
-    cache.release()
-    assert states(cache) == ([1, 2], [[0, 1], [0, 2]])

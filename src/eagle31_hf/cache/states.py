@@ -87,22 +87,14 @@ class StateLayer(LinearAttentionLayer):
         """The mixer has left the states behind its tokens or, of a chain, what is `recorded` of it."""
         assert self._reads is not None, "begin() comes before end()"
         if recorded is not None:
-            self._note_written((RECURRENT, 0), self._reads)
+            self._written.add(((RECURRENT, 0), self._reads))
             self._recorded = recorded
         for key, state in {} if self.placement.is_chain else self._open.items():
-            self._note_written(key, self._reads)
+            self._written.add((key, self._reads))
             rows = self._reads.rows_on(state.device)
             if rows is not None:
                 self._after[key].index_copy_(0, rows, state)
         self._reads, self._open = None, {}
-
-    def _note_written(self, key: StateKey, rows: RowGroup) -> None:
-        if (key, rows) in self._written:
-            raise IncompatibleTargetError(
-                f"two modules of the target write the {key[0]} of layer {self.index}, and the second would not read "
-                "what the first has left there; generate without a drafter"
-            )
-        self._written.add((key, rows))
 
     def handed_out(self, key: StateKey) -> Tensor | None:
         """The state a mixer reads and writes: a copy of what its call continues."""
@@ -174,7 +166,7 @@ class StateLayer(LinearAttentionLayer):
         if self._reads is None or not self.placement.is_chain:
             return super().update_conv_state(conv_states, state_idx, **kwargs)
         key = (CONVOLUTION, state_idx)
-        self._note_written(key, self._reads)
+        self._written.add((key, self._reads))
         self._windows[key] = columns = torch.cat((self._live(key), conv_states), dim=-1)
         return columns
 
