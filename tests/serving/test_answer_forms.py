@@ -170,6 +170,15 @@ def test_what_is_no_call_is_content(name, cut):
     assert parsed(tokenizer, unknown, cut, tools=[]) == (unknown, "", [])
 
 
+@pytest.mark.parametrize("name", ["Hermes JSON", "Qwen XML", "Llama 3 JSON"])
+@pytest.mark.parametrize("tools", [[], TOOLS])
+def test_white_space_waits_only_where_a_call_may_follow(name, tools):
+    parser = AnswerParser(tokenizer_of(name), form_of(tokenizer_of(name)), tools=tools)
+    assert parser.feed("One:")
+    assert [part.content for part in parser.feed("\n")] == ([] if tools else ["\n"])
+    assert "".join(part.content for part in [*parser.feed("two"), *parser.finish()]) == ("\n" if tools else "") + "two"
+
+
 CALL = [("f-2", {"text": "x"})]
 MARKED = FORMS["Hermes JSON"][1](CALL)
 HARMONY, LOOKS = "gpt-oss (harmony)", "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"

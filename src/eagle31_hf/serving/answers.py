@@ -118,19 +118,24 @@ class AnswerParser:
 
     def _trimmed(self, text: str) -> str:
         """Without white space at a region's beginning, and holding back what may be at its end."""
-        if self._trims:
-            text = text.lstrip()
-            self._trims = not text
-        text = self._spaces + text
+        text = self._spaces + self._begun(text)
         kept = text.rstrip()
         self._spaces = text[len(kept) :]
         return kept
+
+    def _begun(self, text: str) -> str:
+        """Without white space at a region's beginning."""
+        if self._trims:
+            text = text.lstrip()
+            self._trims = not text
+        return text
 
     def _say(self, text: str) -> Iterator[AnswerPart]:
         if self._is_forced or self._held or (self._names and not self._said and text.lstrip()[:1] in ("{", "[")):
             self._held += text
             return
-        said = self._trimmed(text)
+        # Only a call ends content before the text ends.
+        said = self._trimmed(text) if self._names else self._begun(text)
         self._said = self._said or bool(said)
         yield AnswerPart(content=said)
 
