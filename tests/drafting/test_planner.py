@@ -135,6 +135,23 @@ def test_plain_rounds_are_timed_until_their_seconds_are_known() -> None:
     assert sum(not done.drafted for done in write(synthetic("always", 200), "card", costs=costs).rounds[:-1]) == 0
 
 
+def test_a_busy_beginning_is_forgotten() -> None:
+    """Three tokens took long while the machine was busy, so six were drafted since; the machine has long been idle."""
+    costs = RoundCosts(0.1, 6)
+    for _ in range(10):
+        costs.record((False, 0), 1.0)
+        costs.record((True, 3), 2.4)
+        costs.record((True, 6), 2.2)
+    planner, drafted = Planner(DraftShape(6), lambda rows: costs), []
+    for _ in range(1000):
+        plan = planner.next_draft([0, 1], None, 100)
+        drafted.append(plan.shape.depth)
+        accepted = [min(plan.shape.depth, 3)] * 2
+        planner.record(plan, drafted[-1], [0, 1], accepted, 1.0 + 0.2 * drafted[-1])
+    assert drafted[:250] == [6] * 250
+    assert drafted[-200:].count(3) > 150
+
+
 @given(st.integers(0, 2**16), st.sampled_from(["planned", "constant", "pid"]), st.sampled_from([0.0, 0.02]))
 def test_asking_twice_changes_nothing(seed: int, schedule: str, doubt: float) -> None:
     dice = random.Random(seed)

@@ -26,7 +26,11 @@ DEAREST_OF_FEW = 2.0
 """By how much fewer than `MANY` rounds may be dearer than by their bytes."""
 
 PLAIN_ROUNDS = (4, 8, 12)
-"""Of the first timed rounds these are to be without a draft, until such were timed."""
+"""Of the first timed rounds, and of those after a renewal, these are to be without a draft until such were timed."""
+
+RENEWED = 256
+"""Rounds after which those without a draft are timed anew, and half of those after which seconds are forgotten: what a
+machine did in another hour says nothing of lengths that were not drafted since."""
 
 Kind = tuple[bool, int]
 """Whether the drafter drafted, and how many tokens; `(False, n)` were looked up, or none."""
@@ -45,8 +49,8 @@ class RoundCosts:
 
     def __init__(self, share: float, longest: int, width: float = WIDTH):
         self.share, self.longest, self.width, self._rounds = share, longest, width, 0
-        # By kind, lengths together with those up to twice as long: length, and seconds over the cost by bytes.
-        self._timed: dict[Kind, deque[tuple[int, float]]] = {}
+        # By kind, lengths together with those up to twice as long: which round, length, seconds over the cost by bytes.
+        self._timed: dict[Kind, deque[tuple[int, int, float]]] = {}
         self._tables: dict[bool, list[float]] = {}
 
     def record(self, kind: Kind, seconds: float) -> None:
@@ -54,18 +58,17 @@ class RoundCosts:
         self._rounds += 1
         drafts, depth = kind
         alike = self._timed.setdefault((drafts, depth.bit_length()), deque(maxlen=LATEST))
-        alike.append((depth, seconds / self._by_bytes(kind)))
+        alike.append((self._rounds, depth, seconds / self._by_bytes(kind)))
         self._tables.clear()
-
-    @property
-    def knows_plain(self) -> bool:
-        """Whether rounds without a draft were timed."""
-        return len(self._timed.get(PLAIN, ())) >= FEWEST
 
     @property
     def wants_plain(self) -> bool:
         """Whether the next round had better be one without a draft, for its seconds."""
-        return self._rounds in PLAIN_ROUNDS and not self.knows_plain
+        return self._rounds % RENEWED in PLAIN_ROUNDS and len(self._latest(PLAIN, RENEWED)) < FEWEST
+
+    def _latest(self, kind: Kind, rounds: int) -> list[tuple[int, float]]:
+        """Of the last so many rounds those of this kind: length, and seconds over the cost by bytes."""
+        return [(depth, s) for number, depth, s in self._timed.get(kind, ()) if number > self._rounds - rounds]
 
     def drafted(self, depth: int) -> float:
         """Of a round in which the drafter drafts so many tokens, 0 for none."""
@@ -85,10 +88,11 @@ class RoundCosts:
 
     def _factors(self, *, drafts: bool) -> list[tuple[float, float]]:
         """How much dearer rounds are than by their bytes, `(depth, factor)`, rising from no draft on."""
-        if not self.knows_plain:
+        timed = {kind: self._latest(kind, 2 * RENEWED) for kind in self._timed}
+        known = {kind: each for kind, each in timed.items() if len(each) >= FEWEST}
+        if PLAIN not in known:
             return [(0, 1.0)]
-        plain_s = _fast(s for _, s in self._timed[PLAIN])
-        known = {kind: each for kind, each in self._timed.items() if kind != PLAIN and len(each) >= FEWEST}
+        plain_s = _fast(s for _, s in known.pop(PLAIN))
         alike = {kind: each for kind, each in known.items() if kind[0] is drafts} or known
         points = [(0.0, 1.0)]
         for each in alike.values():
