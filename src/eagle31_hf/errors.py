@@ -1,21 +1,4 @@
-"""Every error this package raises on purpose.
-
-    Eagle31Error
-    ├── ConfigurationError            a config field is missing, absurd or contradicts another
-    ├── CheckpointError               a drafter checkpoint cannot be used, or not written
-    │   ├── CheckpointNotFoundError   no such folder or Hub id, or no network to ask
-    │   ├── CheckpointFormatError     the files are there, their content is not an EAGLE-3 / 3.1 drafter
-    │   └── UnsafeCheckpointError     the file would run code when read; nothing was run
-    ├── IncompatibleTargetError       the drafter does not fit this target, or the target cannot be served
-    ├── NotAttachedError              the drafter was used without a target
-    ├── UnsupportedGenerationError    a `generate` request that cannot be served exactly
-    ├── MemoryPlanError               a memory plan cannot be made or kept
-    ├── OutOfMemoryError              memory ran out, and everything that could be given up was
-    ├── PublishingError               a drafter cannot be put on the Hub: no rights, or a card without evidence
-    └── TrainingError                 training data, features or the run itself are unusable
-
-Messages say what was got, what was wanted and what to do.
-"""
+"""Every error this package raises on purpose. Messages say what was got, what was wanted and what to do."""
 
 from __future__ import annotations
 
@@ -70,8 +53,7 @@ class MemoryPlanError(Eagle31Error, ValueError):
 
 if TYPE_CHECKING:
 
-    class OutOfMemoryError(Eagle31Error, torch.OutOfMemoryError):
-        """Memory ran out during a generation, although all was given up that could be. Says which steps."""
+    class OutOfMemoryError(Eagle31Error, torch.OutOfMemoryError): ...
 
 
 def __getattr__(name: str) -> Any:
@@ -80,12 +62,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import torch
 
-    made = type(name, (Eagle31Error, torch.OutOfMemoryError), {"__module__": __name__, "__doc__": _OUT_OF_MEMORY})
-    globals()[name] = made
-    return made
+    class OutOfMemoryError(Eagle31Error, torch.OutOfMemoryError):
+        """Memory ran out during a generation, although all was given up that could be. Says which steps."""
 
-
-_OUT_OF_MEMORY = "Memory ran out during a generation, although all was given up that could be. Says which steps."
+    OutOfMemoryError.__qualname__ = name  # it can be pickled
+    globals()[name] = OutOfMemoryError
+    return OutOfMemoryError
 
 
 class PublishingError(Eagle31Error, RuntimeError):

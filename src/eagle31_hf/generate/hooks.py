@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from transformers.generation.utils import GenerationMixin
@@ -36,11 +37,7 @@ logger = logging.getLogger(__name__)
 _logged: set[str] = set()
 
 
-class _OfThread(threading.local):
-    call: AssistedCall | None = None
-
-
-_of_thread = _OfThread()
+_innermost: ContextVar[AssistedCall | None] = ContextVar("_innermost", default=None)
 """The call of the innermost `generate` of a thread, if an assistant of ours is to draft for it."""
 
 KEPT_AT = "_eagle31_named_drafters"
@@ -97,11 +94,11 @@ def _assisting(stock: Callable) -> Callable:
 @contextmanager
 def _calling(call: AssistedCall | None) -> Iterator[None]:
     """While a `generate` runs, which a streamer or a processor of another may have called."""
-    outer, _of_thread.call = _of_thread.call, call
+    token = _innermost.set(call)
     try:
         yield
     finally:
-        _of_thread.call = outer
+        _innermost.reset(token)
 
 
 def _assistant_of(model: Any, arguments: dict[str, Any]) -> tuple[Assistant | None, bool]:
@@ -135,7 +132,7 @@ def _dispatching(stock: Callable) -> Callable:
         **model_inputs,
     ):  # fmt: skip
         prepared = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
-        assisted = _of_thread.call
+        assisted = _innermost.get()
         if assisted is None or assisted.has_begun or assisted.model is not self:
             return stock(self, *prepared, **model_inputs)
         inputs = {name: value for name, value in model_inputs.items() if not name.endswith("tokenizer")}
