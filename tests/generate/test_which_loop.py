@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from greedy_calls import greedy, one, stats_of
+from greedy_calls import greedy, one
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
@@ -35,24 +35,6 @@ from helpers import (
 
 def drafter_for(config: Any, **fields: Any) -> Eagle31Drafter:
     return random_drafter(random_target(config), **fields)
-
-
-def test_pads_that_were_written_count() -> None:
-    """A row that a criterion ends with the very token that fills it up, beside rows that write on."""
-    inputs = left_padded(prompts_for("llama", 3))
-    length = inputs["input_ids"].shape[1]
-    free = greedy("llama", inputs, max_new_tokens=12)
-
-    def ends(ids: Tensor, _scores: Any) -> Tensor:
-        """Row 0 after 5 tokens."""
-        first = free[0, : length + 5]
-        return torch.tensor([torch.equal(row[: len(first)], first) for row in ids])
-
-    settings = {"stopping_criteria": [ends], "pad_token_id": int(free[0, length + 4]), "max_new_tokens": 12}
-    for eos, written in (([95], 5 + 12 + 12), (None, 3 * 12)):
-        assert eos is None or not torch.isin(free[:, length:], torch.tensor(eos)).any()
-        greedy("llama", inputs, assistant_model=drafter_of("llama"), eos_token_id=eos, **settings)
-        assert (stats_of().loop, stats_of().new_tokens) == ("plain", written)
 
 
 def never(ids: Tensor, _scores: Any) -> Tensor:
