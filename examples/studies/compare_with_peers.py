@@ -142,7 +142,7 @@ def by_own_head(target: Any, new_tokens: int) -> Way:
 
 def load_prompts(tokenizer: Any, files: Sequence[str], limit: int) -> list[list[int]]:
     """Token ids of `limit` conversations of each file, spread over it; without a file, of the embedded ones."""
-    chats = [prompt.opening for prompt in read_prompts(files, limit)] or list(CONVERSATIONS[:limit])
+    chats = [list(prompt.messages) for prompt in read_prompts(files, limit)] or list(CONVERSATIONS[:limit])
     options = {"add_generation_prompt": True, "return_dict": True}
     return [list(tokenizer.apply_chat_template(chat, **options)["input_ids"]) for chat in chats]
 

@@ -75,7 +75,7 @@ def _percents(draft: list[float]) -> list[int]:
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> dict[str, list[list[int]]]:
     """Prompts of each kind."""
-    chats = [(prompt.suite, prompt.opening) for prompt in read_prompts(options.prompts, options.limit)]
+    chats = [(prompt.suite, list(prompt.messages)) for prompt in read_prompts(options.prompts, options.limit)]
     for prompt in read_prompts(options.copy, options.limit):
         words = "\n".join(message["content"] for message in prompt.messages)
         request = f"Repeat the following word by word, twice:\n{words}"

@@ -74,7 +74,7 @@ def written(target: Any, prompts: list[Tensor]) -> list[Tensor]:
 @pytest.fixture(scope="module")
 def many(target: Any, tokenizer: Any) -> list[TargetText]:
     """What the doctor reads of the embedded pair unless told otherwise: small differences take that much."""
-    chats = [*CONVERSATIONS, *(prompt.opening for prompt in read_prompts([f"many={doctor.PROMPTS}"]))]
+    chats = [*CONVERSATIONS, *(list(prompt.messages) for prompt in read_prompts([f"many={doctor.PROMPTS}"]))]
     prompts = [torch.tensor(encode_chat(tokenizer, each)) for each in chats]
     drafter = attached(target)
     written = [write(target, prompt, 48, assistant_model=drafter) for prompt in prompts]

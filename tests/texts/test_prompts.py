@@ -36,22 +36,16 @@ def test_rows_are_read_as_they_are_published(tmp_path, row, name, category, word
     assert prompt.messages[-1] == {"role": "user", "content": words}
 
 
-def test_user_turns_alone_are_asked_by_the_first_also_behind_a_system_prompt(tmp_path):
-    rows = {"system": "Be brief.", "turns": ["t", "u"]}, {"turns": ["t", "u"]}
-    prompts = read_prompts([write(tmp_path / "file.jsonl", *rows)])
-    assert [[turn["content"] for turn in prompt.messages] for prompt in prompts] == [["Be brief.", "t"], ["t"]]
-
-
-def test_an_opening_ends_with_the_users_third_turn_at_most(tmp_path):
+def test_a_prompt_ends_with_the_first_unanswered_turn_or_the_users_third_at_most(tmp_path):
     turns = [{"role": "assistant" if i % 2 else "user", "content": str(i)} for i in range(8)]
-    rows = {"conversations": turns}, {"conversations": turns[:2]}, {"turns": ["t", "u"]}
-    prompts = read_prompts([write(tmp_path / "file.jsonl", *rows)])
-    assert [[turn["content"] for turn in prompt.opening] for prompt in prompts] == [
-        ["0", "1", "2", "3", "4"],
-        ["0"],
-        ["t"],
+    rows = [
+        {"system": "Be brief.", "turns": ["t", "u"]},
+        {"turns": ["t", "u"]},
+        *({"conversations": turns[:n]} for n in (8, 2)),
     ]
-    assert [turn["content"] for turn in prompts[0].messages] == [str(i) for i in range(7)]
+    prompts = read_prompts([write(tmp_path / "file.jsonl", *rows)])
+    told = [[turn["content"] for turn in prompt.messages] for prompt in prompts]
+    assert told == [["Be brief.", "t"], ["t"], ["0", "1", "2", "3", "4"], ["0"]]
 
 
 def test_the_published_files():

@@ -73,7 +73,7 @@ def bench(
         minutes=options.minutes or None,
     )
     methods = all_methods(by_graphs=has_graphs(loaded.drafter, settings), with_drafter=source.has_drafter)
-    tasks = [Task(prompt, encode(loaded, prompt.opening)) for prompt in prompts]
+    tasks = [Task(prompt, encode(loaded, list(prompt.messages))) for prompt in prompts]
     result = measure_in_turns(console, loaded, tasks, replace(settings, methods=methods))
     made_by = origin(loaded.drafter.binding)
     usual = "the target's own head" if source.target else "the embedded drafter"

@@ -57,7 +57,7 @@ def doctor(
     subject = Subject(
         drafter=pair.eagle,
         tokenizer=pair.tokenizer,
-        conversations=[prompt.opening for prompt in asked],
+        conversations=[list(prompt.messages) for prompt in asked],
         folder=Path(source.drafter) if source.drafter is not None and Path(source.drafter).is_dir() else None,
     )
     with progress_bar(console) as on_step:

@@ -32,18 +32,14 @@ def waiting_for(what: str) -> Iterator[Callable[[str], None]]:
         return
 
     def tell(what: str) -> None:
+        line.cancel()
         console.print(f"{what} ...", markup=False)
 
     line = threading.Timer(QUIET_S, tell, (what,))
     line.daemon = True
     line.start()
-
-    def tell_instead(what: str) -> None:
-        line.cancel()
-        tell(what)
-
     try:
-        yield tell_instead
+        yield tell
     finally:
         line.cancel()
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..demo import PROMPTS, Messages
+from ..demo import PROMPTS
 from ..errors import ConfigurationError, TrainingError
 from .conversations import tables
 from .rows import FIRST_MESSAGES, Message, conversation_from_row, up_to_question
@@ -34,12 +34,7 @@ class Prompt:
     id: str  # `suite/id`, unique within a run
     suite: str  # the data set's name
     category: str  # as the row says, else the suite
-    messages: tuple[Message, ...]  # up to the user's first unanswered one
-
-    @property
-    def opening(self) -> Messages:
-        """The messages up to an early question."""
-        return up_to_question(self.messages, FIRST_MESSAGES) or list(self.messages)
+    messages: tuple[Message, ...]  # up to an early question of the user's
 
 
 def embedded_prompts() -> list[Prompt]:
@@ -86,7 +81,7 @@ def evenly(rows: Sequence[Any], limit: int | None) -> list[Any]:
 
 def _prompt(row: Any, suite: str, where: str, number: str) -> Prompt:
     found = conversation_from_row(row, where=where, fallback_id=number, category=suite)
-    chat = tuple(up_to_question(found.messages))
+    chat = tuple(up_to_question(found.messages, FIRST_MESSAGES) or up_to_question(found.messages))
     if not chat or not all(message["content"].strip() for message in chat if message["role"] == "user"):
         raise TrainingError(
             f'{where}: no prompt; wanted "turns" with the user\'s words, or "messages" with one of the user\'s, or '
