@@ -84,6 +84,8 @@ def test_a_file_that_no_run_has_written_is_left_as_it_is(tmp_path: Path, content
     with pytest.raises(TrainingError, match=r"prompts\.jsonl holds a line .* no run has written .*; move the file"):
         KeptLines(file)
     assert file.read_text() == content
+    with pytest.raises(TrainingError, match=r"c\.jsonl cannot be written .*; make room, and go on with --resume"):
+        KeptLines(file / "c.jsonl").add({})
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -24,7 +24,6 @@ from eagle31_hf.training.progress import StopRequest
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.train import leave_process_group
 from eagle31_hf.training.trainer import DistillationTrainer, copy_weights, last_checkpoint
-from eagle31_hf.training.writing import require_disk
 from warm_processes import finish, start_group
 
 
@@ -245,9 +244,3 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     with pytest.raises(SystemExit), stop:
         trainer.train()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-
-
-def test_too_little_disk_is_said_before_writing(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10))
-    with pytest.raises(TrainingError, match=r"keeping checkpoints needs .*, but .* free"):
-        require_disk(tmp_path / "a" / "b", 10**6, "keeping checkpoints")

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,8 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
-from ..errors import TrainingError
-from ..memory.plan import size_text
+from ..errors import TrainingError, first_line
 from ..sampling.logits_processing import end_ids, sampling_options
 from ..texts.rows import Conversation, Message
 from .data import prompt_ids
@@ -311,11 +309,17 @@ class KeptLines:
     def add(self, *rows: dict[str, Any]) -> None:
         """Add rows, and wait until they are on the disk."""
         self.rows += rows
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"written_by": self._digest, **row}, ensure_ascii=False) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                for row in rows:
+                    file.write(json.dumps({"written_by": self._digest, **row}, ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise TrainingError(
+                f"{self.path} cannot be written ({first_line(error)}); make room, and go on with --resume"
+            ) from error
 
 
 def digest(content: Any) -> str:
@@ -326,14 +330,3 @@ def digest(content: Any) -> str:
 def data_file(out: Path, name: str, process: int) -> Path:
     """Where one of several processes keeps what the target writes."""
     return out / "data" / (f"{name}-{process}.jsonl" if process else f"{name}.jsonl")
-
-
-def require_disk(folder: Path, needed_bytes: int, purpose: str) -> None:
-    """Refuse before writing what will not fit."""
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed_bytes:
-        raise TrainingError(
-            f"{purpose} needs {size_text(needed_bytes)}, but {existing} has {size_text(free)} free; name a folder "
-            "on a larger disk, or use fewer prompts"
-        )
