@@ -168,7 +168,7 @@ def test_config_files_that_are_no_files(tmp_path, kind, message):
 
 
 def test_names_that_are_no_folders():
-    for name in ("x" * 5000, "a\0b", "~no-such-user-here/drafter"):
+    for name in ("x" * 5000, "a\0b", "~no-such-user-here/drafter", "./no/such/folder"):
         with pytest.raises(CheckpointNotFoundError, match="Hub id"):
             read_checkpoint(name)
 

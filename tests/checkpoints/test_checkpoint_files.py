@@ -146,11 +146,6 @@ def test_offline_without_a_cached_copy(tmp_path, monkeypatch):
             read_checkpoint("someone/drafter", cache_dir=tmp_path, **options)
 
 
-def test_a_mistyped_path_is_not_asked_of_the_hub():
-    with pytest.raises(CheckpointNotFoundError, match="neither a local folder nor a Hub id"):
-        read_checkpoint("./no/such/folder")
-
-
 @pytest.mark.parametrize("has_safetensors", [True, False])
 def test_a_pickle_is_downloaded_only_without_safetensors(tmp_path, monkeypatch, has_safetensors):
     asked = []

@@ -15,6 +15,7 @@ from transformers import BitsAndBytesConfig
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.packed_linear import PackedLinear
 from eagle31_hf.memory.weights import SCHEMES
+from families import LOW_RANK
 from helpers import (
     GROUPED,
     SIZES,
@@ -47,8 +48,9 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 def load(folder: Path, packing: str, dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
-    config = BitsAndBytesConfig(**PACKINGS[packing] | fields)
-    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config).eval()
+    return hf.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=bits(packing, **fields)
+    ).eval()
 
 
 def assert_every_loop_agrees(target: Any, drafter: Eagle31Drafter, seed: int) -> None:
@@ -83,6 +85,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "shared rows": {"own_lm_head": False, "draft_vocab_size": 40},
     "shared head": {"own_lm_head": False},
     "two layers": {"num_hidden_layers": 2},
+    "latent": LOW_RANK,
 }
 
 

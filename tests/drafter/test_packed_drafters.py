@@ -73,7 +73,7 @@ def test_planned_drafter_bytes_are_the_storages(drafters: Path, name: str, packi
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("name", ["eagle 3.1", "shared rows"])
+@pytest.mark.parametrize("name", ["eagle 3.1", "shared rows", "latent"])
 def test_packed_drafters_write_the_plain_text(drafters: Path, name: str, packing: str) -> None:
     target = target_of("llama")
     drafter = packed(name, drafters, packing, target)

@@ -87,7 +87,7 @@ def _read_record(folder: Path, license: str | None) -> dict[str, Any]:
     if not path.exists():
         raise PublishingError(
             f"{folder} has neither {CARD_FILE} nor {RECORD_FILE} to fill one from, so nothing tells how the drafter "
-            f"was measured; train it with eagle31 train, or write {CARD_FILE} (of an MTP head: which target it is of)"
+            f"was measured; train it with eagle31 train, or write {CARD_FILE} (for an MTP head: the target it is of)"
         )
     stored = read_json(path)
     stored["license"] = license or stored.get("license") or UNKNOWN_LICENSE
