@@ -29,7 +29,14 @@ from .checks import (
     check_vocabulary_map,
     refuse_other_methods,
 )
-from .config_json import TARGET_MODEL, StoredConfig, read_config_fields, refuse_unread_fields, write_config_fields
+from .config_json import (
+    TARGET_MODEL,
+    read_config_fields,
+    read_layer_ids,
+    read_target,
+    refuse_unread_fields,
+    write_config_fields,
+)
 from .files import CONFIG_FILE, FLOATS, StoredTensors, dtype_name, open_tensors, read_json, replace_checkpoint
 from .hub import refuse_other_contents, resolve_checkpoint
 from .layouts import (
@@ -226,9 +233,9 @@ def _read_headers(folder: Path, source: str) -> CheckpointSummary:
     names = _canonical_names(stored.headers)
     headers = {ours: stored.headers[theirs] for ours, theirs in names.items()}
     check_vocabulary_headers({name: headers[name] for name in ("d2t", "t2d") if name in headers})
-    stored_config = read_config_fields(layout, raw_config, _count_layers(headers))
+    fields = read_config_fields(layout, raw_config, _count_layers(headers))
     try:
-        config = Eagle31Config(**_completed_fields(layout, stored_config, raw_config, headers))
+        config = Eagle31Config(**_completed_fields(layout, fields, raw_config, headers))
     except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         if isinstance(error, CheckpointFormatError):
             raise
@@ -252,9 +259,9 @@ def _read_headers(folder: Path, source: str) -> CheckpointSummary:
         config,
         stored,
         names,
-        stored_config.layer_ids,
+        read_layer_ids(layout, raw_config)[1],
         tuple(_notes(config, raw_config)),
-        stored_config.metadata,
+        read_target(layout, raw_config),
     )
 
 
@@ -295,10 +302,9 @@ def _count_layers(names: Iterable[str]) -> int:
 
 
 def _completed_fields(
-    layout: Layout, stored: StoredConfig, raw_config: Mapping[str, Any], infos: Mapping[str, Tensor]
+    layout: Layout, fields: dict[str, Any], raw_config: Mapping[str, Any], infos: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Fields from the table, completed and corrected by what the tensors themselves show."""
-    fields = dict(stored.fields)
     fields["num_hidden_layers"] = _count_layers(infos)
     fields["own_embedding"] = "embed_tokens.weight" in infos
     fields["own_lm_head"] = "lm_head.weight" in infos

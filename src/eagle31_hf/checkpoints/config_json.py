@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..config import Eagle31Config
@@ -40,17 +39,8 @@ _OF_ANOTHER = (
 )  # where `eagle_config` has them
 
 
-@dataclass(frozen=True)
-class StoredConfig:
-    """A `config.json` read through a layout's table. `layer_ids` are as stored, by dotted path."""
-
-    fields: dict[str, Any]
-    layer_ids: dict[str, list[int]]
-    metadata: dict[str, Any]
-
-
-def read_config_fields(layout: Layout, config: Mapping[str, Any], num_layers: int) -> StoredConfig:
-    """`config.json` as `Eagle31Config` fields, layer ids as `hs` indices, the target it names as metadata.
+def read_config_fields(layout: Layout, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """`config.json` as `Eagle31Config` fields, layer ids as `hs` indices.
 
     Args:
         num_layers: decoder layers among the file's tensors.
@@ -73,11 +63,11 @@ def read_config_fields(layout: Layout, config: Mapping[str, Any], num_layers: in
     fields["sliding_window"] = _read_window(layout, config, num_layers)
     layer_type = "full_attention" if fields["sliding_window"] is None else "sliding_attention"
     fields["rope_parameters"] = _read_rope(config, layout.layer_config, layer_type)
-    fields["aux_layers"], stored_ids = _read_layer_ids(layout, config)
-    return StoredConfig(fields, stored_ids, _read_target(layout, config))
+    fields["aux_layers"], _ = read_layer_ids(layout, config)
+    return fields
 
 
-def _read_target(layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
+def read_target(layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
     """The target as a file names it, as metadata; empty if it does not."""
     target = get_path(config, layout.target_model) or get_path(config, TARGET_MODEL)
     if isinstance(target, str):
@@ -166,7 +156,8 @@ def _own_layer_types(layout: Layout, config: Mapping[str, Any], num_layers: int)
     return None if built_fewer or no_attention else types[:num_layers]
 
 
-def _read_layer_ids(layout: Layout, config: Mapping[str, Any]) -> tuple[list[int] | None, dict[str, list[int]]]:
+def read_layer_ids(layout: Layout, config: Mapping[str, Any]) -> tuple[list[int] | None, dict[str, list[int]]]:
+    """The ids of the target's layers as `hs` indices, and as they are stored, by dotted path."""
     places = dict((*layout.layer_ids, *OTHER_LAYER_IDS))
     stored: dict[str, list[int]] = {path: ids for path in places if (ids := get_path(config, path))}
     meanings = {path: to_hs_indices(ids, places[path]) for path, ids in stored.items()}
