@@ -100,11 +100,3 @@ def test_an_untrained_drafter_costs_the_planner_little(name: str) -> None:
     drawn = [text for text in texts if text.temperature > 0]
     found = [planned([text], machine)[0] for text in drawn]
     assert compare(found, [text.plain_s(machine) for text in drawn])[0] >= 0.94, "of processes that have timed nothing"
-
-
-def test_a_policy_that_never_drafts_has_the_speed_of_plain_decoding() -> None:
-    text = read_kept()[0][0]
-    for machine in MACHINES.values():
-        never = Told([REST] * len(text))
-        found = replay(never, text, machine)
-        assert found.seconds == pytest.approx(text.plain_s(machine))

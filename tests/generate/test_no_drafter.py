@@ -226,7 +226,6 @@ def test_a_benchmark_writes_single_texts_by_graphs(no_compiler: None) -> None:
     assert not any(call.stats.fallbacks for call in by_graphs if call.stats is not None)
     assert [("single rows" in why) for why in measured.left_out.values()] == [True, True]
     assert kinds(bench.alone) == {"verify"}
-    assert measured.graphs >= 2
 
 
 def test_states_are_not_stepped_by_graphs() -> None:

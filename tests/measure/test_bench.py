@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -71,7 +70,7 @@ def test_no_turn_begins_after_the_minutes_are_over(monkeypatch):
     settings = replace(SETTINGS, rows=(1, 2), minutes=2.0)
     assert measured(settings).turns == 8, "there is time for all"
     clock = iter(range(0, 10_000, 25))  # seconds, a minute for each number of rows
-    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter))
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     seen = []
     cut = Bench(drafter_of("llama"), tasks(2), settings, on_turn=lambda *counts: seen.append(counts)).run()
     assert (cut.turns, cut.of) == (6, 8)
@@ -164,10 +163,6 @@ def test_a_wrong_answer_forbids_the_speedup():
     assert (eagle.speedup, eagle.verdicts[Kind.DIFFERENT], result.is_exact) == (None, 2, False)
     assert eagle.differences["random/0"].position == 4
     assert eagle.refusal.endswith(": 2 of 2 answers")
-    told = result.to_dict()
-    assert (told["same_text"], told["methods"][1]["speedup"], told["methods"][1]["answers"]) == (
-        False, None, {"different": 2},
-    )  # fmt: skip
     assert "drafter: another text, and not by a tie, in random/0 from token 5 on" in shown(result)
     assert "refused" in shown(result)
 
@@ -204,12 +199,10 @@ def test_figures_are_json_and_in_the_tables(measured_once):
     result = measured_once
     told = json.loads(json.dumps(result.to_dict(0.5)))
     eagle = told["methods"][-1]
-    assert (eagle["method"], eagle["rows"], eagle["answers"]) == ("drafter", 1, {"same": 4})
     assert set(eagle["by_kind"]) == {"a", "b"}
     assert set(eagle["gap_s"]) == {"p50", "p95", "p99"}
     assert eagle["price_per_million"] > 0
     assert 0 <= eagle["accepted_at"][0] <= 1
-    assert told["prompts"] == 2
     text = shown(result, 0.5)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100

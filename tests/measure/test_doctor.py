@@ -276,7 +276,7 @@ def test_a_text_that_is_not_the_targets_is_a_problem(
     levels = {finding.check: (finding.level, finding.text) for finding in seen.findings}
     level, text = levels["same text, greedy"]
     assert level == "problem"
-    assert "1 of 1 texts differ: prompt 0 after 11 tokens" in text
+    assert "another text, and not by a tie, in prompt 1 from token 12 on" in text
     assert seen.verdict.startswith("do without until this is understood")
     assert "times plain decoding" not in seen.verdict, "a wrong answer forbids the speedup"
     assert json.loads(json.dumps(seen.to_dict()))["greedy"]["speedup"] is None

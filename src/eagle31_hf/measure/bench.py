@@ -96,18 +96,13 @@ class Bench:
         """Those that can run here, each having written what does not count; graphs that a CPU lacks are compiled."""
         batches, ready = self._unlike_batches(turns), []
         for method in self.settings.methods:
-            started = time.perf_counter()
             for batch in batches:
                 torch.manual_seed(self.settings.seed)
                 _, stats = self._write(method, batch, None)
-            if method.by_graphs and stats is not None:
-                self.result.graphs_s += time.perf_counter() - started
-                if why := self._why_eager(method, turns[0].rows, stats):
-                    self.result.left_out[method.name] = why
-                    continue
-            ready.append(method)
-        graphs = {pair.graphs for pair in map(Pair.of, (self._assistant, self.alone)) if pair.graphs is not None}
-        self.result.graphs = sum(sum(each.warmed.values()) for each in graphs)
+            if method.by_graphs and stats is not None and (why := self._why_eager(method, turns[0].rows, stats)):
+                self.result.left_out[method.name] = why
+            else:
+                ready.append(method)
         return ready
 
     def _why_eager(self, method: Method, rows: int, stats: SpeculationStats) -> str:

@@ -23,7 +23,6 @@ from ..targets.quantized import holds_packed_weights
 from ..texts.prompts import Prompt
 from .bench import Bench, has_graphs
 from .drift import DriftCurve, probe_drift
-from .exactness import TIE_ROUNDINGS, Kind
 from .readings import (
     OnStep,
     ReadingScore,
@@ -36,6 +35,7 @@ from .readings import (
     score_readings,
 )
 from .results import PLAIN, BenchSettings, Method, MethodResult, Spread, Task, Writer
+from .tables import difference_lines
 
 DEPTH = 5
 SHARE_OF_CARD = 0.8
@@ -192,7 +192,7 @@ def write_both(
         minutes: no further prompt is begun after so long.
         on_turn: called with how many prompts are answered, and of how many.
     """
-    tasks = [Task(Prompt(f"{number}", "doctor", "doctor", ()), ids) for number, ids in enumerate(prompts)]
+    tasks = [Task(Prompt(f"prompt {number}", "doctor", "doctor", ()), ids) for number, ids in enumerate(prompts, 1)]
     settings = BenchSettings(new_tokens=new_tokens, temperature=temperature, repeats=1, minutes=minutes)
     # Graphs of the loop without drafts may be kept where the drafter has none: that would compare graphs, not drafts.
     by_graphs = None if has_graphs(drafter, settings) else False
@@ -280,20 +280,11 @@ def _verification(binding: TargetBinding) -> Finding:
 
 
 def _text_finding(check: str, written: Written) -> Finding:
-    texts, differences = len(written.texts), written.result.differences
-    wrong = [(prompt, verdict) for prompt, verdict in differences.items() if verdict.kind is Kind.DIFFERENT]
-    if not wrong:
-        if not differences:
-            return Finding(check, "ok", f"{texts} of {texts} texts are the same")
-        ties = f"{len(differences)} of them up to a tie: two tokens equally likely within rounding"
-        return Finding(check, "ok", f"{texts} of {texts} texts are the same, {ties}")
-    where = "; ".join(
-        f"prompt {prompt} after {verdict.position} tokens, logits {verdict.logit_gap:.3g} apart where a tie is "
-        f"{TIE_ROUNDINGS * verdict.rounding:.3g}"
-        for prompt, verdict in wrong[:3]
-    )
-    advice = "please report it with the JSON of this run; until then set speculation_loop='plain'"
-    return Finding(check, "problem", f"{len(wrong)} of {texts} texts differ: {where}", advice)
+    texts, differences = len(written.texts), "; ".join(difference_lines(written.result))
+    if written.result.refusal:
+        advice = "please report it with the JSON of this run; until then set speculation_loop='plain'"
+        return Finding(check, "problem", differences, advice)
+    return Finding(check, "ok", f"{texts} of {texts} texts are the same" + f"; {differences}" * bool(differences))
 
 
 def promised_acceptance(folder: Path | None) -> list[float]:

@@ -304,7 +304,6 @@ class BenchResult:
         turns, of: how many turns were measured before the time was up, and of how many.
         interrupted: whether Ctrl-C ended it before.
         left_out: methods that could not run, and why.
-        graphs, graphs_s: how many graphs were compiled and kept before anything counted, and the seconds it took.
     """
 
     settings: BenchSettings
@@ -313,8 +312,6 @@ class BenchResult:
     of: int = 0
     interrupted: bool = False
     left_out: dict[str, str] = field(default_factory=dict)
-    graphs: int = 0
-    graphs_s: float = 0.0
 
     @cached_property
     def methods(self) -> list[MethodResult]:
@@ -348,7 +345,6 @@ class BenchResult:
             "same_text": self.is_exact,
             "methods": [result.to_dict(price_per_hour) for result in self.methods],
             "left_out": self.left_out,
-            "compiled": {"graphs": self.graphs, "seconds": self.graphs_s},
         }
 
 

@@ -143,10 +143,8 @@ def bench_notes(result: BenchResult) -> Iterator[Text]:
         why = "by Ctrl-C" if result.interrupted else f"after {result.settings.minutes:g} min"
         lines.append(f"Stopped {why}: {result.turns} of {result.of} measurements were made.")
     lines += [f"Left out: {name}: {why}." for name, why in result.left_out.items()]
-    if result.graphs:
-        lines.append(f"{result.graphs} graphs were compiled in {result.graphs_s:.0f} s and kept.")
     for each in result.methods:
-        lines += _difference_lines(each)
+        lines += [f"{each.method.name}: {line}." for line in difference_lines(each)]
         lines += [f"{each.method.name}: served by {loop}." for loop in each.served_by]
         if each.method.drafts and each.speedup is not None and each.speedup.median < 1:
             lines.append(f"{each.method.name}: slower than plain; {_what_may_help(each)}.")
@@ -161,21 +159,21 @@ def _what_may_help(result: MethodResult) -> str:
     return f"try {'' if result.method.by_graphs else 'graphs (eagle31 warmup) or '}fewer --draft-tokens"
 
 
-def _difference_lines(result: MethodResult) -> Iterator[str]:
+def difference_lines(result: MethodResult) -> Iterator[str]:
     """Where texts part from plain's: a line for each that is wrong, one for all that part at ties."""
 
     def place(prompt: str, found: Verdict) -> str:
         return (
             f"in {prompt} from token {found.position + 1} on (two logits are {found.logit_gap:.3g} apart, rounding "
-            f"moves them by {found.rounding:.3g})."
+            f"moves them by {found.rounding:.3g})"
         )
 
     ties = [(prompt, found) for prompt, found in result.differences.items() if found.kind is Kind.TIE]
     for prompt, found in result.differences.items():
         if found.kind is not Kind.TIE:
-            yield f"{result.method.name}: another text, and not by a tie, {place(prompt, found)}"
+            yield f"another text, and not by a tie, {place(prompt, found)}"
     if ties:
         widest = place(*max(ties, key=lambda each: each[1].logit_gap))
         apart = "1 text differs by a tie" if len(ties) == 1 else f"{len(ties)} texts differ by ties"
         which = "" if len(ties) == 1 else "the widest "
-        yield f"{result.method.name}: {apart}, two tokens equally likely within rounding, {which}{widest}"
+        yield f"{apart}, two tokens equally likely within rounding, {which}{widest}"
