@@ -58,7 +58,7 @@ def test_a_refusal_names_the_largest_term_and_what_would_fit() -> None:
     plan = plan_memory(LLAMA_70B, quantization="bf16", card="RTX A6000", context=8192)
     assert not plan.fits
     assert plan.longest_context == 0
-    found = {other.what: other.value for other in plan.alternatives}
+    found = dict(plan.alternatives)
     assert found["quantization"] == "4bit"
     assert found["card"] == "H200"
     told = dict(decision_rows(plan))
@@ -74,7 +74,7 @@ def test_a_refusal_names_the_largest_term_and_what_would_fit() -> None:
 
 def test_a_context_too_long_is_answered_with_one_that_fits() -> None:
     plan = plan_memory(LLAMA_8B, quantization="bf16", card="RTX 4090", context=131072)
-    shorter = int(next(o.value for o in plan.alternatives if o.what == "context").replace(",", ""))
+    shorter = int(dict(plan.alternatives)["context"].replace(",", ""))
     assert plan_memory(LLAMA_8B, quantization="bf16", card="RTX 4090", context=shorter).fits
     assert not plan_memory(LLAMA_8B, quantization="bf16", card="RTX 4090", context=shorter + 1).fits
 

@@ -99,8 +99,7 @@ class Assistant(nn.Module):
     def _hold(self, binding: TargetBinding) -> None:
         """Let go of the target before, and find out what this one can do."""
         self.detach()
-        with binding.aside():
-            probe_tree_verification(binding)
+        probe_tree_verification(binding)
         self._binding = binding
 
     @property

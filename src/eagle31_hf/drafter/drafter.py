@@ -247,8 +247,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
     def _bind(self, binding: TargetBinding) -> None:
         rows = None
         try:
-            with binding.aside():
-                require_readable_states(binding)
+            require_readable_states(binding)
             if self.lm_head is None and self.config.has_reduced_vocabulary:
                 rows = gather_head_rows(binding.lm_head, self.draft_ids, binding.compute_dtype)
         except Exception:

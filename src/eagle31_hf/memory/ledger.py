@@ -120,15 +120,16 @@ class _Ledger:
     """The terms of one run."""
 
     def __init__(self, target: TargetFacts, drafter: DrafterFacts | None, card: Card, settings: MemorySettings):
-        self.target, self.drafter, self.card, self.settings = target, drafter, card, settings
+        self.target, self.card, self.settings = target, card, settings
+        self.drafter = drafter if settings.speculates else None
         self.batch, self.nodes, self.chunk = settings.batch, settings.shape.nodes, settings.chunk
-        self.captured = drafter is not None and captures_steps(target, card, settings)
+        self.captured = self.drafter is not None and captures_steps(target, card, settings)
         self.kept = MOMENTS if self.captured else RUNNING
         slots, block, cache_type = settings.cache_capacity, settings.shape.block(self.chunk), settings.cache_type
         verify = Forward(self.nodes, slots, block, self.batch, cache_type, verifies=True, grows=False)
         self.prefill = target.forward.count(Forward(self.chunk, settings.context, block, self.batch, cache_type))
         self.verify, self.held = target.forward.count(verify), target.forward.count(self._kept_rows(verify))
-        read = drafter.aux_width if drafter is not None and settings.speculates else 0
+        read = 0 if self.drafter is None else self.drafter.aux_width
         self.tapped = read * target.quantization.dtype_bytes
 
     def terms(self) -> tuple[LedgerTerm, ...]:
@@ -138,7 +139,7 @@ class _Ledger:
             *self._weights(),
             *self._target(),
         ]
-        if self.drafter is not None and self.settings.speculates:
+        if self.drafter is not None:
             terms += self._drafter(self.drafter)
             if self.captured:
                 terms.append(self._recordings(self.drafter, terms))

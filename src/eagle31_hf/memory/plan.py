@@ -22,14 +22,6 @@ NAMED_TERMS = 5
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """A nearby plan that fits: change `what` to `value` and leave the rest."""
-
-    what: str
-    value: str
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
     """A run's memory: what it takes, when, and the settings decided on.
 
@@ -41,7 +33,7 @@ class MemoryPlan:
             stored. Up to the first of them a plan keeps graphs, where there are any; 8-bit caches are read by eager
             steps.
         given_up: what was given up so that it fits, in words.
-        alternatives: of a refusal, nearby plans that fit.
+        alternatives: of a refusal, nearby plans that fit: what to change, and to what.
         warnings: what the user should know before loading.
     """
 
@@ -52,7 +44,7 @@ class MemoryPlan:
     margin_bytes: int
     longest_by_cache: tuple[tuple[str, int], ...] = ()
     given_up: tuple[str, ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
 
     # --- figures -----------------------------------------------------------------------------------------------------
@@ -123,7 +115,7 @@ class MemoryPlan:
         if self.fits:
             return self
         otherwise = "a shorter context, or the same beside less" if self.card.measured else "a larger card"
-        nearest = "; ".join(f"{other.what} {other.value}" for other in self.alternatives) or otherwise
+        nearest = "; ".join(map(" ".join, self.alternatives)) or otherwise
         raise MemoryPlanError(
             f"{self.target.name} ({self.target.quantization.name}) needs {self.peak_bytes / GIB:.1f} GiB at "
             f"{self.peak_moment!r}, {self.card.name} has {self.budget_bytes / GIB:.1f} GiB free for it. "
@@ -194,7 +186,7 @@ class MemoryPlan:
             "longest_context": self.longest_context,
             "longest_by_cache": dict(self.longest_by_cache),
             "given_up": list(self.given_up),
-            "alternatives": [asdict(other) for other in self.alternatives],
+            "alternatives": [{"what": what, "value": value} for what, value in self.alternatives],
             "warnings": list(self.warnings),
             "figures": figures,
         }
@@ -267,7 +259,7 @@ def decision_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
         weights = size_text(part_bytes(plan)["drafter"])
         rows.append(("drafting adds", f"{size_text(plan.drafter_bytes)} at the peak, {weights} of it weights"))
     rows += [("given up", what) for what in plan.given_up]
-    return rows + [("would fit", f"{other.what} {other.value}") for other in plan.alternatives]
+    return rows + [("would fit", " ".join(other)) for other in plan.alternatives]
 
 
 def _longest_rows(plan: MemoryPlan) -> list[tuple[str, str]]:

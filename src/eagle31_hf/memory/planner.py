@@ -20,7 +20,7 @@ from ..settings import CACHE_TYPES, Eagle31GenerationConfig
 from .cards import CARDS, Card, find_card
 from .drafter_facts import DrafterFacts, drafter_to_plan, read_drafter
 from .ledger import DRAFTER_PRECISIONS, MemorySettings, captures_steps
-from .plan import LARGEST_CONTEXT, Alternative, MemoryPlan, size_text
+from .plan import LARGEST_CONTEXT, MemoryPlan, size_text
 from .target_facts import TargetFacts, read_target
 from .weights import Quantization, scheme
 
@@ -52,7 +52,7 @@ class _Request:
 
         caches, chunks = tried("cache_type", STORED_TYPES), tried("prefill_chunk", PREFILL_CHUNKS)
         precisions = tried("drafter_precision", (*DRAFTER_PRECISIONS,))
-        choices = list(product(caches, precisions, tried("draft_tokens", (None,)), chunks))
+        choices = list(product(caches, precisions, (asked.get("draft_tokens"),), chunks))
         if "draft_tokens" not in asked:
             choices += product(caches, ("full",), (0,), chunks)
         found = []
@@ -286,24 +286,24 @@ def _given_up(request: _Request, plan: MemoryPlan) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _alternatives(request: _Request, target: Any) -> tuple[Alternative, ...]:
+def _alternatives(request: _Request, target: Any) -> tuple[tuple[str, str], ...]:
     """Nearby plans that fit: a shorter context, a smaller quantisation, a larger card."""
     found = []
     if shorter := request.candidates[-1].longest_context:
-        found.append(Alternative("context", f"{shorter:,}"))
+        found.append(("context", f"{shorter:,}"))
     schemes = () if request.target.loaded else _SMALLER_SCHEMES
     packed = {each: replace(request, target=read_target(target, scheme(each))) for each in schemes}
     weights = request.target.weights.total
     fitting = (name for name, each in packed.items() if each.target.weights.total < weights and each.choose().fits)
     smaller, larger = next(fitting, None), _larger_card(request)
     if smaller:
-        found.append(Alternative("quantization", smaller))
+        found.append(("quantization", smaller))
     if larger:
-        found.append(Alternative("card", larger))
+        found.append(("card", larger))
     if packed and not smaller:  # both at once
         name = _SMALLER_SCHEMES[-1]
         if (card := _larger_card(packed[name])) not in (None, larger):
-            found.append(Alternative("card", f"{card} with quantization {name}"))
+            found.append(("card", f"{card} with quantization {name}"))
     return tuple(found)
 
 

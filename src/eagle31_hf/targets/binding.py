@@ -11,7 +11,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from ..errors import IncompatibleTargetError
 from .devices import precision_caution, warn_once
 from .mixers import Mixers, require_mixers
 from .quantized import OneTokenArithmetic, require_working_head
-from .rotation import most_positions, rotates_alike_up_to, rotations_left_alone
+from .rotation import most_positions, rotates_alike_up_to
 from .taps import HiddenStateTaps
 
 OF_STATES_ALONE = "cache_params"
@@ -211,10 +211,6 @@ class TargetBinding:
             if logits_to_keep is not None and logits.shape[1] > len(logits_to_keep):  # not asked for by Qwen2-Audio
                 logits = logits[:, logits_to_keep.to(logits.device)]
             return TargetOutput(logits=logits, aux=self.take_aux() if self.taps.are_open else None)
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Around forwards that belong to no text: they leave the target as it was."""
-        return rotations_left_alone(self.decoder)
 
     @contextmanager
     def masked_attention(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from ..drafting.draft_tree import DraftTree, ancestors_from_parents
 from ..errors import Eagle31Error, IncompatibleTargetError, named_line
 from .binding import TargetBinding, Verification
 from .quantized import holds_packed_weights
+from .rotation import rotations_left_alone
 
 LONGEST_PROBE = 128
 """A sliding window is worth crossing in the probe only if it is shorter than this."""
@@ -41,7 +42,8 @@ def probe_tree_verification(binding: TargetBinding) -> None:
     """Set `binding.masks_by_type` and `binding.tree_unsupported_reason` (empty if trees are verified right)."""
     why = _seen_without_a_forward(binding)
     if not why:
-        with binding.masked_attention(), binding.one_token_arithmetic.active():
+        alone = rotations_left_alone(binding.decoder)
+        with alone, binding.masked_attention(), binding.one_token_arithmetic.active():
             for masks_by_type in (None, True, False):
                 binding.masks_by_type = masks_by_type
                 wrong = _why_wrong(binding)
@@ -90,7 +92,7 @@ def require_readable_states(binding: TargetBinding) -> None:
     """
     tokens = probe_tokens(binding, 2)
     try:
-        with binding.capturing():
+        with rotations_left_alone(binding.decoder), binding.capturing():
             _plain_logits(binding, tokens)
             shape = tuple(binding.take_aux().shape)
     except FAILURES:
