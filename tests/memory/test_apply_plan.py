@@ -149,7 +149,8 @@ def refuse(match: str, **arguments: Any) -> None:
     read.assert_not_called()
 
 
-REFUSED: dict[str, tuple[str, str, dict[str, Any] | str]] = {
+REFUSED: dict[str, tuple[str, str | None, dict[str, Any] | str]] = {
+    "no target": ("pass target=", None, "auto"),
     "another target": ("made for", "llama", {}),
     "another card": ("made for RTX 4090", "demo-target", {"card": "RTX 4090"}),
     "no drafter": ("no room for a drafter", "demo-target", {"draft_tokens": 0}),
@@ -160,7 +161,8 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any] | str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_plan_of_something_else_is_refused(what: str, roomy: Card) -> None:
     match, target, settings = REFUSED[what]
-    refuse(match, target=target_of(target), memory=settings if isinstance(settings, str) else planned(**settings))
+    loaded = None if target is None else target_of(target)
+    refuse(match, target=loaded, memory=settings if isinstance(settings, str) else planned(**settings))
 
 
 @pytest.mark.parametrize("is_auto", [True, False])
@@ -172,10 +174,6 @@ def test_too_little_free_memory_is_said_with_the_ledger(monkeypatch: pytest.Monk
         target=target_of("demo-target"),
         memory="auto" if is_auto else planned(),
     )
-
-
-def test_a_plan_needs_a_target() -> None:
-    refuse("pass target=", memory="auto")
 
 
 def test_a_target_on_several_devices_is_refused() -> None:

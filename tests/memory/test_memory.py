@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Config,
     GptOssConfig,
     LlamaConfig,
     MambaConfig,
@@ -27,15 +26,11 @@ from eagle31_hf.memory import MemoryPlan, plan_memory, target_facts
 from eagle31_hf.memory.cards import CARDS, GIB, Card, find_card, measure_card
 from eagle31_hf.memory.dry_run import dry_run_of
 from eagle31_hf.memory.known_targets import known_targets
-from eagle31_hf.memory.ledger import MOMENTS
 from eagle31_hf.memory.plan import decision_rows, ledger_rows, part_rows
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.memory.weights import SCHEMES, storage_bytes
 
-LLAMA_8B = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                       num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)  # fmt: skip
-LLAMA_70B = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
-                        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)  # fmt: skip
+LLAMA_8B, LLAMA_70B = (known_targets()[f"Llama 3.1 {size}"] for size in ("8B", "70B"))
 TINY = LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
                    num_key_value_heads=2, vocab_size=300, max_position_embeddings=2048)  # fmt: skip
 
@@ -61,6 +56,7 @@ def test_a_refusal_names_the_largest_term_and_what_would_fit() -> None:
     found = dict(plan.alternatives)
     assert found["quantization"] == "4bit"
     assert found["card"] == "H200"
+    assert ("would fit", "card H200") in decision_rows(plan)
     told = dict(decision_rows(plan))
     assert told["fits"] == f"no, {(plan.peak_bytes - plan.budget_bytes) / GIB:.2f} GiB too much"
     assert (told["largest term"], told["longest"]) == ("target weights, not packed: 131.42 GiB", "not one token")
@@ -77,14 +73,6 @@ def test_a_context_too_long_is_answered_with_one_that_fits() -> None:
     shorter = int(dict(plan.alternatives)["context"].replace(",", ""))
     assert plan_memory(LLAMA_8B, quantization="bf16", card="RTX 4090", context=shorter).fits
     assert not plan_memory(LLAMA_8B, quantization="bf16", card="RTX 4090", context=shorter + 1).fits
-
-
-def test_trees_need_more_than_chains() -> None:
-    chain = plan_memory(LLAMA_8B, quantization="bf16", card="RTX A6000", draft_tokens=5)
-    tree = plan_memory(LLAMA_8B, quantization="bf16", card="RTX A6000", draft_tokens=5, tree_width=4, tree_size=60)
-    assert tree.settings.shape.nodes == 60
-    assert tree.bytes_by_moment["verify"] > chain.bytes_by_moment["verify"]
-    assert tree.settings.cache_capacity == chain.settings.cache_capacity + 54
 
 
 @pytest.mark.parametrize(
@@ -149,8 +137,6 @@ def test_more_of_anything_never_takes_less(context: int, chunk: int, batch: int,
 def test_plans_are_json_and_add_up() -> None:
     told = json.loads(json.dumps(BASE.to_dict()))
     assert (told["figures"]["peak_bytes"], told["settings"]["context"]) == (BASE.peak_bytes, 4096)
-    for moment in MOMENTS:
-        assert BASE.bytes_by_moment[moment] == sum(t.num_bytes for t in BASE.ledger if moment in t.moments)
     assert BASE.peak_bytes == max(BASE.bytes_by_moment.values()) <= BASE.budget_bytes
     assert all(term.num_bytes > 0 and term.moments for term in BASE.ledger)
 
@@ -304,20 +290,13 @@ def test_nonsense_is_refused_with_what_was_wanted(arguments: dict, message: str)
         plan_memory(TINY, **{"card": "RTX 4090", **arguments})
 
 
-def test_targets_that_cannot_be_planned_say_why(tmp_path: Path) -> None:
+def test_targets_that_cannot_be_planned_say_why() -> None:
     with pytest.raises(MemoryPlanError, match=r"has {'hidden_size': None.*vocab_size"):
         plan_memory(PreTrainedConfig(), card="RTX 4090")
     with pytest.raises(MemoryPlanError, match="wanted a Hub id"):
         plan_memory(42, card="RTX 4090")
-    with pytest.raises(MemoryPlanError, match="no such folder"):
-        plan_memory(tmp_path / "nothing", card="RTX 4090")
     with pytest.raises(MemoryPlanError, match="num_attention_heads"):
         plan_memory(MambaConfig(num_hidden_layers=2, hidden_size=64, vocab_size=300), card="RTX 4090")
-
-
-def test_configs_with_other_field_names_are_read() -> None:
-    plan = plan_memory(GPT2Config(n_layer=4), card="RTX 3060", context=512, quantization="fp32")
-    assert len(plan.target.forward.windows) == 4
 
 
 # --- rendering --------------------------------------------------------------------------------------------------------
@@ -326,8 +305,6 @@ def test_configs_with_other_field_names_are_read() -> None:
 def test_report_shows_every_term_and_the_decision() -> None:
     assert sorted(row[0] for row in ledger_rows(BASE)) == sorted(term.name for term in BASE.ledger)
     assert ("fits", "yes") in decision_rows(BASE)
-    refusal = plan_memory(LLAMA_70B, quantization="bf16", card="RTX 3090", context=4096)
-    assert ("would fit", "card H200") in decision_rows(refusal)
 
 
 def test_plans_of_one_card_name_the_same_longest_contexts() -> None:
@@ -350,14 +327,6 @@ def test_plans_of_one_card_name_the_same_longest_contexts() -> None:
     assert any("graphs" in what for what in beyond.given_up)
     assert planned(without).settings.speculates
     assert any("the drafter" in what for what in planned(without + 1).given_up)
-
-
-def test_parts_add_up_to_the_card() -> None:
-    rows = part_rows(BASE)
-    assert len(rows) == 7
-    units = {"GiB": GIB, "MiB": 2**20, "B": 1}
-    found = sum(float(size.replace(",", "")) * units[unit] for size, unit in (text.split() for _, text in rows))
-    assert found == pytest.approx(BASE.card.total_bytes, rel=0.001)
 
 
 @pytest.mark.parametrize("precision", ["full", "int8", "nf4"])

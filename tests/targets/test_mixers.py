@@ -146,13 +146,6 @@ def test_a_target_that_fails_the_self_test_is_decoded_plainly() -> None:
     assert "self-test" in drafter.stats.reason
 
 
-def test_graphs_of_a_cpu_make_way(target: Any) -> None:
-    drafter = attached(target)
-    settings = {"acceleration": "compile", "num_assistant_tokens": 3}
-    assert_same_text(target, drafter, IDS, settings=settings, **GREEDY)
-    assert any("recurrent states" in why for why in drafter.stats.fallbacks)
-
-
 # --- what is recorded -----------------------------------------------------------------------------------------------
 
 TAPED = {"qwen3_5_text": "torch_chunk_gated_delta_rule", "nemotron_h": "mamba2_chunk_scan"}

@@ -244,19 +244,6 @@ def test_states_that_nobody_can_take_back_are_refused(kind: str) -> None:
     assert "layers" in message
 
 
-def test_compiled_before_attaching(llama: Any) -> None:
-    ids = torch.tensor([[3, 4, 5]])
-    llama.forward = torch.compile(llama.forward, backend="eager")
-    with torch.no_grad():
-        llama(ids)
-    binding = TargetBinding(llama, default_config(llama.config))
-    binding.taps._handles.pop().remove()  # what a graph compiled without the hook does: the tap does not run
-    with torch.no_grad(), binding.capturing():
-        llama(ids)
-        with pytest.raises(IncompatibleTargetError, match="attach the drafter before compiling"):
-            binding.take_aux()
-
-
 @pytest.mark.contract
 @torch.no_grad()
 def test_hooks_survive_compiling_in_one_graph(llama: Any) -> None:
