@@ -21,7 +21,7 @@ from eagle31_hf.graphs.draft_graphs import GraphChoice
 from eagle31_hf.graphs.round_graphs import RoundStep
 from eagle31_hf.loop.pair import draft_shape
 from eagle31_hf.loop.prefill import ChunkedPrefill
-from eagle31_hf.memory.apply_plan import apply_plan, plan_mismatch_reason, plan_to_apply, require_room
+from eagle31_hf.memory.apply_plan import apply_plan, plan_to_apply, require_room
 from eagle31_hf.memory.cards import GIB, MIB, Card
 from eagle31_hf.settings import Eagle31GenerationConfig
 from helpers import DEMO_DRAFTER, drafter_of, target_of
@@ -104,21 +104,6 @@ def test_a_plan_is_kept_by_the_loop(roomy: Card, monkeypatch: pytest.MonkeyPatch
     assert not eagle.stats.fallbacks
     target.generate(IDS, assistant_model=eagle, max_new_tokens=2, do_sample=False, prefill_chunk_size=50)
     assert widths[3:] == [50, 20], "the call's own setting comes first"
-
-
-def test_a_larger_request_is_served_and_noted_once(roomy: Card, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "eagle31_hf")
-    eagle, target = load(memory=planned(context=71)), target_of("demo-target")
-    for _ in range(2):
-        target.generate(IDS, assistant_model=eagle, max_new_tokens=3, do_sample=False)
-        assert eagle.stats is not None
-        assert "memory plan is for 1 of 71" in eagle.stats.fallbacks[0]
-    assert sum("memory plan" in record.getMessage() for record in caplog.records) == 1
-
-
-@pytest.mark.parametrize(("rows", "length", "is_larger"), [(2, 64, False), (3, 64, True), (2, 65, True), (1, 1, False)])
-def test_what_is_larger_than_planned(rows: int, length: int, is_larger: bool) -> None:
-    assert bool(plan_mismatch_reason(planned(context=64, batch=2), rows=rows, length=length)) is is_larger
 
 
 def test_obeying_sets_every_setting_a_plan_decides(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,6 @@ from ..checkpoints import holds_drafter
 from ..drafter.assistant import DEFAULT_AT, Assistant, NotCopiedDict
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import UnsupportedGenerationError, first_line
-from ..memory.apply_plan import plan_mismatch_reason
 from ..stats import SpeculationStats
 from .call import AssistedCall, Call
 from .own import write_own
@@ -148,27 +147,11 @@ def _serve(call: Call) -> Any:
     """Hand the call to the loop that serves it exactly."""
     why = why_plain(call)
     stats = call.drafter.stats = SpeculationStats(loop="plain" if why else "own", reason=why)
-    _compare_with_plan(call, stats)
-    if why not in ("", ASKED_FOR):
-        _say_once(why, f"using plain decoding: {why}")
+    if why and why != ASKED_FOR and why not in _logged:
+        _logged.add(why)
+        logger.warning("eagle31: using plain decoding: %s", why)
     call.assisted.has_begun = True
     return write_plain(call, stats) if why else write_own(call, stats)
-
-
-def _compare_with_plan(call: Call, stats: SpeculationStats) -> None:
-    """Say so if the request is larger than what was planned: it may well fit, and the text is the same if not."""
-    plan = call.drafter.memory_plan
-    length = call.generation_config.max_length
-    why = "" if plan is None else plan_mismatch_reason(plan, rows=call.batch_size, length=length)
-    if why:
-        stats.fallbacks.append(why)
-        _say_once(why, f"{why}; if memory runs out, graphs go first, and then drafts")
-
-
-def _say_once(why: str, message: str) -> None:
-    if why not in _logged:
-        _logged.add(why)
-        logger.warning("eagle31: %s", message)
 
 
 # --- assistants given by name -----------------------------------------------------------------------------------------

@@ -83,17 +83,6 @@ def apply_plan(plan: MemoryPlan, config: Eagle31GenerationConfig) -> None:
         )
 
 
-def plan_mismatch_reason(plan: MemoryPlan, *, rows: int, length: int) -> str:
-    """Why a request for `rows` of at most `length` tokens is larger than the plan; empty if it is not."""
-    settings = plan.settings
-    if rows <= settings.batch and length <= settings.context:
-        return ""
-    return (
-        f"the request may take {rows} rows of {length:,} tokens, the memory plan is for {settings.batch} of "
-        f"{settings.context:,}"
-    )
-
-
 def _device_of(target: nn.Module) -> torch.device:
     """Where a target sits, which is one device."""
     devices = {parameter.device for parameter in target.parameters() if parameter.device.type != "meta"}
