@@ -205,12 +205,11 @@ class Signalled(TrainerCallback):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
     trainer, written = make_trainer(tmp_path, steps=5), io.StringIO()
-    with StopRequest(Console(file=written), tmp_path) as stop:
-        for callback in (stop, Signalled(number, step=2)):
-            trainer.add_callback(callback)
+    stop = StopRequest(Console(file=written), tmp_path)
+    for callback in (stop, Signalled(number, step=2)):
+        trainer.add_callback(callback)
+    with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt), stop:
         trainer.train()
-    with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt):
-        stop.leave()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-3", "no multiple of save_steps"
     assert "stopping after this step" in written.getvalue()
 
@@ -220,8 +219,9 @@ def stop_together(folder: Path, number: int) -> None:
     trainer = make_trainer(folder, steps=5, save_steps=5)
     if not trainer.is_world_process_zero():
         trainer.add_callback(Signalled(number, step=2))
-    with StopRequest(Console(quiet=True), folder) as stop:
-        trainer.add_callback(stop)
+    stop = StopRequest(Console(quiet=True), folder)
+    trainer.add_callback(stop)
+    with pytest.raises(SystemExit), stop:
         trainer.train()
     assert trainer.state.global_step == 3
     del trainer

@@ -252,10 +252,8 @@ class DistillationModel(nn.Module):
         return torch.ones_like(counted)
 
     def teach(self, batch: PackedBatch, target_logits: Tensor, rows: Tensor) -> Teacher:
-        """Teacher for those of the flat positions `rows (M,)` that a token loss is of; the others would cost a head."""
-        teacher = make_teacher(self.drafter, target_logits, rows)
-        learned = (teacher.best >= 0).nonzero().squeeze(1)
-        return teacher if len(learned) == len(rows) else Teacher(*(each[learned] for each in vars(teacher).values()))
+        """What is taught at the flat positions `rows (M,)` that are counted."""
+        return make_teacher(self.drafter, target_logits, rows)
 
     def judge(self, states: Tensor, inside: Tensor, teacher: Teacher) -> tuple[Tensor, ...]:
         """Of one step: token loss, hits and positions, summed over the states `(M, H)` that are `inside`."""

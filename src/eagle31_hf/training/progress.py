@@ -213,12 +213,11 @@ class StopRequest(TrainerCallback):
         """Handler of the signals."""
         again, self.number = self.number, number
         if not self._steps or (again and PartialState().num_processes == 1):
-            self.leave()
+            self._leave()
         with suppress(RuntimeError):  # of a stream that was just being written to
             say(self._console, "stopping after this step, with a checkpoint; press again to stop at once")
 
-    def leave(self) -> None:
-        """End the program if a signal came."""
+    def _leave(self) -> None:
         if self.number == signal.SIGINT:
             raise KeyboardInterrupt
         if self.number:
@@ -235,3 +234,4 @@ class StopRequest(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._steps = False
+        self._leave()

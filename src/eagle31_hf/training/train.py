@@ -319,7 +319,6 @@ class Run:
         trainer.remove_callback(PrinterCallback)  # its lines would tear ours apart
         with counting:
             outcome = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
-        self.stop.leave()
         state = trainer.state
         curve = learning_curve(state.log_history, plan.tokens_per_step)
         acceptance = by_category(trainer.measure()[0])  # of the best drafter, which training ends with
