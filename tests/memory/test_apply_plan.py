@@ -137,7 +137,6 @@ def refuse(match: str, **arguments: Any) -> None:
 REFUSED: dict[str, tuple[str, str | None, dict[str, Any] | str]] = {
     "no target": ("pass target=", None, "auto"),
     "another target": ("made for", "llama", {}),
-    "another card": ("made for RTX 4090", "demo-target", {"card": "RTX 4090"}),
     "no drafter": ("no room for a drafter", "demo-target", {"draft_tokens": 0}),
     "no plan": ("wanted 'auto'", "demo-target", "yes"),
 }

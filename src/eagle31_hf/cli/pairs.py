@@ -187,10 +187,10 @@ def load_pair(
     placed = _placement(source)
     plan = make_plan(source, drafting, batch=batch)
     if plan is not None:
-        if source.card and (card := _card_here(source)) is not None:
-            plan.check_card(card)
         print_decision(make_console(), plan)
         plan.require_fit()
+        if source.card and (card := _card_here(source)) is not None:
+            replace(plan, card=card).require_fit()
     install()
     with waiting_for("loading the models"):
         target, tokenizer = load_target(

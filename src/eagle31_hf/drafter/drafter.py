@@ -95,7 +95,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
             CheckpointError: the checkpoint cannot be found, read or trusted.
             IncompatibleTargetError: it does not fit `target`.
             ConfigurationError: `dtype` or `quantization_config` cannot be followed, or bitsandbytes is not installed.
-            MemoryPlanError: the plan was made for another target or card, or too little memory is free.
+            MemoryPlanError: the plan was made for another target, or too little memory is free.
         """
         _chosen_dtype(dtype, torch.float32)  # a misspelt one should not cost a download
         packing = None if quantization_config is None else packing_of(quantization_config)

@@ -29,8 +29,8 @@ def plan_to_apply(requested: MemoryPlan | Literal["auto"], target: PreTrainedMod
         drafter: folder, Hub id or configuration.
 
     Raises:
-        MemoryPlanError: there is no target; the plan was made for another one or another card, or has no room for a
-            drafter; or not enough is free.
+        MemoryPlanError: there is no target; the plan was made for another one, or has no room for a drafter; or not
+            enough is free here, whatever card it was made for.
     """
     if target is None:
         got = repr(requested) if requested == "auto" else "a plan"
@@ -41,9 +41,8 @@ def plan_to_apply(requested: MemoryPlan | Literal["auto"], target: PreTrainedMod
         raise MemoryPlanError(f"got memory={requested!r}; wanted 'auto' or a plan of plan_memory(...)")
     card = measure_card(_device_of(target))
     if isinstance(requested, MemoryPlan):
-        requested.check_target(target)
-        requested.check_card(card)
         plan = requested
+        plan.check_target(target)
     else:
         plan = plan_memory(target, drafter=drafter, card=card, context=_context_of(target))
     require_room(plan, card)

@@ -55,10 +55,6 @@ class Card:
         spills = self.measured and self.kind == "cuda" and driver_spills()
         return max(self.total_bytes * 3 // 100, _SPILL_MARGIN_BYTES if spills else 0)
 
-    def is_same_as(self, other: Card) -> bool:
-        """Whether a plan for one holds on the other: same kind, memory equal within 3 % (ECC, firmware)."""
-        return self.kind == other.kind and abs(self.total_bytes - other.total_bytes) * 100 <= 3 * self.total_bytes
-
 
 def _cuda(name: str, total_mib: int, capability: tuple[int, int]) -> Card:
     total = total_mib * MIB

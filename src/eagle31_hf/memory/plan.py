@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import MemoryPlanError
-from .cards import GIB, MIB, Card, find_card
+from .cards import GIB, MIB, Card
 from .drafter_facts import DrafterFacts
 from .dry_run import dry_run_of
 from .ledger import MOMENTS, RUNNING, LedgerTerm, MemorySettings, build_ledger, captures_steps
@@ -146,20 +146,6 @@ class MemoryPlan:
             raise MemoryPlanError(
                 f"this plan was made for {self.target.name} (shape {self.target.fingerprint}), got a model of shape "
                 f"{found}; plan again with plan_memory(model)"
-            )
-
-    def check_card(self, card: str | int | Card | None = None) -> None:
-        """Refuse a card other than the planned one; `None` measures this machine's.
-
-        Raises:
-            MemoryPlanError: another kind or amount of memory.
-        """
-        found = find_card(card)
-        if not self.card.is_same_as(found):
-            raise MemoryPlanError(
-                f"this plan was made for {self.card.name} ({self.card.kind}, {self.card.total_bytes / GIB:.1f} GiB), "
-                f"got {found.name} ({found.kind}, {found.total_bytes / GIB:.1f} GiB); plan again for this card, or "
-                "leave --card out"
             )
 
     # --- JSON --------------------------------------------------------------------------------------------------------
