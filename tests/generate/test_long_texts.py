@@ -121,4 +121,4 @@ def test_served_texts_stay_below_it(caplog: pytest.LogCaptureFixture) -> None:
     engine.close(0)
     assert engine.settings.context == LIMIT - largest_shape(drafter, rows=2, by_graphs=False).depth
     assert "another way" in caplog.text
-    assert engine.batch.context == engine.settings.context
+    assert engine.batch.settings == engine.settings
