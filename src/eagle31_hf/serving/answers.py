@@ -29,9 +29,6 @@ MOST_MARKS = 16
 
 ENDS = ("open", "close")
 
-CALL_IN_JSON = re.compile(r'"name": "(?P<name>[^"]+)", "(?:arguments|parameters)": (?P<arguments>.*)', re.DOTALL)
-"""As a grammar forces it, whole or cut off."""
-
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of a thought's field in published templates."""
 
@@ -99,10 +96,18 @@ class AnswerParser:
             yield AnswerPart(content=self._spaces)
         elif calls := self._calls_in(_json_or_none(self._held)):
             yield from (AnswerPart(call=call) for call in calls)
-        elif self._is_forced and (cut_off := CALL_IN_JSON.search(self._held)):
-            yield AnswerPart(call={"name": cut_off["name"], "arguments": _up_to_its_end(cut_off["arguments"])})
+        elif self._is_forced and (cut_off := self._cut_off()):
+            yield AnswerPart(call=cut_off)
         else:
             yield AnswerPart(content=self._held)
+
+    def _cut_off(self) -> dict[str, str] | None:
+        """The call that a grammar forces, as far as it got; `None` before its arguments."""
+        if len(self._form.call_marks) > 2:
+            return None
+        mark = re.escape(self._form.call_marks[0]).replace("arguments", "(?:arguments|parameters)")
+        begun = re.search(mark.replace(r"\{\}", r"([^\"\s]+?)", 1), self._held)
+        return begun and {"name": begun[1], "arguments": _up_to_its_end(self._held[begun.end() :])}
 
     def _parts(self, events: Sequence[Fields]) -> Iterator[AnswerPart]:
         for event in events:

@@ -139,20 +139,19 @@ def _sampling(body: AnyBody, choice: int) -> Sampling:
 def call_grammar(form: AnswerForm, tools: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
     """Texts that call one of the tools, in Lark's notation: in the form's own words or as JSON alone."""
     functions, lark, marks = [tool["function"] for tool in tools], LarkText(tokenizer), form.call_marks
-    if len(marks) == 4:
-        rules = [_xml_rules(lark, n, f, marks) for n, f in enumerate(functions)]
-    else:
-        arguments = "parameters" if not any(marks) and '"parameters":' in str(tokenizer.chat_template) else "arguments"
-        rules = [_json_rules(lark, n, f, arguments, marks) for n, f in enumerate(functions)]
+    if marks == AnswerForm.call_marks and '"parameters":' in str(tokenizer.chat_template):
+        marks = (marks[0].replace("arguments", "parameters"), marks[1])
+    rules_of = _xml_rules if len(marks) == 4 else _json_rules
+    rules = [rules_of(lark, number, function, marks) for number, function in enumerate(functions)]
     return "\n".join(["start: " + " | ".join(f"call{n}" for n in range(len(rules))), *rules])
 
 
-def _json_rules(lark: LarkText, number: int, function: dict[str, Any], arguments: str, marks: Sequence[str]) -> str:
+def _json_rules(lark: LarkText, number: int, function: dict[str, Any], marks: Sequence[str]) -> str:
     """The parameters are a schema of their own, so that its references point into it."""
-    begin = lark(f'{marks[0]}{{"name": {json.dumps(function["name"])}, "{arguments}": ')
+    before, behind = marks
     schema = json.dumps(with_white_space(function.get("parameters") or {"type": "object"}))
-    end = lark("}" + marks[1])
-    return f"call{number}: {begin} arguments{number} {end}\narguments{number}: %json {schema}"
+    call = f"call{number}: {lark(before.replace('{}', function['name']))} arguments{number} {lark(behind)}"
+    return f"{call}\narguments{number}: %json {schema}"
 
 
 def _xml_rules(lark: LarkText, number: int, function: dict[str, Any], marks: Sequence[str]) -> str:

@@ -29,8 +29,9 @@ class AnswerForm:
         think: marks around a thought.
         around: marks around several calls, where each has others of its own.
         marks: special tokens that the parser has to see.
-        call_marks: what stands before and behind the JSON of a call that is forced; of forms with a mark for each
-            parameter what stands before the call, before and behind a parameter's value, and behind the call.
+        call_marks: what stands before and behind the arguments of a call that is forced, `{}` for the function's name;
+            of forms with a mark for each parameter what stands before the call, before and behind a parameter's value,
+            `{}` for its name, and behind the call.
         call_id: how calls are named, of `{random}` letters and digits, the function's `{name}`, and a `{number}` that
             counts the calls of the chat. Templates show names to the model: Mistral's refuse any but nine characters.
     """
@@ -41,7 +42,7 @@ class AnswerForm:
     think: tuple[str, str] = ("<think>", "</think>")
     around: tuple[str, str] | None = None
     marks: frozenset[int] = frozenset()
-    call_marks: tuple[str, ...] = ("", "")
+    call_marks: tuple[str, ...] = ('{"name": "{}", "arguments": ', "}")
     call_id: str = "call_{random:.24}"
 
 
@@ -71,6 +72,11 @@ def _json(**arguments: Any) -> Template:
     return {"repeats": True, "content": "json"} | arguments
 
 
+def _around_json(before: str, behind: str) -> tuple[str, str]:
+    """`call_marks` of such calls."""
+    return before + '{"name": "{}", "arguments": ', "}" + behind
+
+
 def _form(
     name: str, calls: Template | None, think: tuple[str, str] = ("<think>", "</think>"), **more: Any
 ) -> AnswerForm:
@@ -85,7 +91,8 @@ def _template(fields: Template) -> Template:
 
 
 _MISTRAL: dict[str, Any] = {"think": ("[THINK]", "[/THINK]"), "call_id": "{random:.9}"}
-_DEEPSEEK: dict[str, Any] = {"around": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")}
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _HARMONY_START = r"(?:<\|start\|>assistant)?"
 _BARE = _form("JSON alone", None)
 _LFM = _form("LFM2 (Python)", _json(open="<|tool_call_start|>", close="<|tool_call_end|>", content="python-call-list"))
@@ -106,11 +113,16 @@ _FORMS: tuple[tuple[tuple[str, ...], AnswerForm], ...] = (
             "close_pattern": r"<\|end\|>|<\|return\|>",
         },
         "plain": {"content": "text"},
-    }), think=("<|channel|>analysis<|message|>", "<|end|>"))),
+    }), think=("<|channel|>analysis<|message|>", "<|end|>"), call_marks=(
+        "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>", "<|call|>",
+    ))),
     (("<minimax:tool_call>",), _form("MiniMax XML", _call(
         open_pattern=r"<invoke name=\"(?P<name>[^\"\n]+)\">", close="</invoke>", content="xml-inline",
         content_args={"tag_pattern": r"<parameter name=\"(?P<key>[^\"\n]+)\">\n?(?P<value>.*?)\n?</parameter>"},
-    ), around=("<minimax:tool_call>", "</minimax:tool_call>"))),
+    ), around=("<minimax:tool_call>", "</minimax:tool_call>"), call_marks=(
+        '<minimax:tool_call>\n<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n",
+        "</invoke>\n</minimax:tool_call>",
+    ))),
     (("<arg_key>",), _form("GLM XML", _call(
         open_pattern=r"<tool_call>\s*(?P<name>[^<\s]+)\s*", close="</tool_call>", content="xml-inline",
         content_args={"tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
@@ -128,27 +140,40 @@ _FORMS: tuple[tuple[tuple[str, ...], AnswerForm], ...] = (
     ), ("<|channel>thought\n", "<channel|>"))),
     (("<|tool_call_start|>",), _LFM),
     (("<|tool_list_start|>",), _LFM),
-    (("<TOOLCALL>",), _form("Nemotron JSON", _json(open="<TOOLCALL>", close="</TOOLCALL>"))),
+    (("<TOOLCALL>",), _form(
+        "Nemotron JSON", _json(open="<TOOLCALL>", close="</TOOLCALL>"),
+        call_marks=_around_json("<TOOLCALL>[", "]</TOOLCALL>"),
+    )),
     (("[TOOL_CALLS]", "[ARGS]"), _form("Mistral", _call(
         open_pattern=r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
         close_pattern=r"(?=\[TOOL_CALLS\])", content="json",
-    ), **_MISTRAL)),
-    (("[TOOL_CALLS]",), _form("Mistral JSON", _json(open="[TOOL_CALLS]"), **_MISTRAL)),
+    ), call_marks=("[TOOL_CALLS]{}[ARGS]", ""), **_MISTRAL)),
+    (("[TOOL_CALLS]",), _form(
+        "Mistral JSON", _json(open="[TOOL_CALLS]"), call_marks=_around_json("[TOOL_CALLS] [", "]"), **_MISTRAL,
+    )),
     (("tool_declare<|im_middle|>",), _form("Kimi K2", _call(
         open_pattern=r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.-]+):\d+\s*<\|tool_call_argument_begin\|>",
         close="<|tool_call_end|>", content="json",
-    ), around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), call_id="functions.{name}:{number}")),
+    ), around=_KIMI, call_id="functions.{name}:{number}", call_marks=(
+        f"{_KIMI[0]}<|tool_call_begin|>functions.{{}}:0<|tool_call_argument_begin|>", f"<|tool_call_end|>{_KIMI[1]}",
+    ))),
     (("<｜tool▁call▁begin｜>", "```json"), _form("DeepSeek R1", _call(
         open_pattern=r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json\n",
         close_pattern=r"\n```\s*<｜tool▁call▁end｜>", content="json",
-    ), **_DEEPSEEK)),
+    ), around=_DEEPSEEK, call_marks=(
+        f"{_DEEPSEEK[0]}<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{}}\n```json\n",
+        f"\n```<｜tool▁call▁end｜>{_DEEPSEEK[1]}",
+    ))),
     (("<｜tool▁call▁begin｜>",), _form("DeepSeek V3.1", _call(
         open_pattern=r"<｜tool▁call▁begin｜>(?P<name>[\w.-]+)<｜tool▁sep｜>",
         close="<｜tool▁call▁end｜>", content="json",
-    ), **_DEEPSEEK)),
+    ), around=_DEEPSEEK, call_marks=(
+        f"{_DEEPSEEK[0]}<｜tool▁call▁begin｜>{{}}<｜tool▁sep｜>", f"<｜tool▁call▁end｜>{_DEEPSEEK[1]}",
+    ))),
     (("<|python_tag|>",), _form("Llama 3 JSON", _json(open="<|python_tag|>", close="<|eom_id|>"))),
     (("<tool_call>",), _form(
-        "Hermes JSON", _json(open="<tool_call>", close="</tool_call>"), call_marks=("<tool_call>\n", "\n</tool_call>"),
+        "Hermes JSON", _json(open="<tool_call>", close="</tool_call>"),
+        call_marks=_around_json("<tool_call>\n", "\n</tool_call>"),
     )),
 )  # fmt: skip
 
