@@ -101,6 +101,7 @@ REFUSED = {
     "generate --drafter mtp --prompt x": "holds no MTP head",
     "plan 'Llama 3.1 8B' --drafter mtp --card 'RTX 4090'": "no MTP head",
     "mtp {target} --out {top}/out": "holds no MTP head",
+    "train {top}/headed --drafter {top}/headed --prompts self --out {top}/out": "is an MTP head, which is trained with",
     "mtp {target}": "neither --out nor --into",
     "generate --target {target} --drafter {top}/headed --prompt x": "hidden size",
     "generate --target {top}/tuned --drafter mtp --prompt x": "transformers drops them",

@@ -56,15 +56,6 @@ def test_a_head_is_taken_out_and_put_back(target, tmp_path):
     assert "holds an MTP head already" in error_of("mtp", target, "--into", tuned)
 
 
-def test_a_head_is_not_trained_and_nothing_is_written_for_it(target, tmp_path):
-    out = tmp_path / "out"
-    prompts = ("--prompts", "self", "--max-rows", 2, "--max-steps", 1)
-    assert "is an MTP head, which is trained with" in error_of(
-        "train", target, "--drafter", target, *prompts, "--out", out
-    )
-    assert not list(out.rglob("*.jsonl"))
-
-
 def test_a_head_is_written_with_the_states_it_is_to_read(target, tmp_path):
     before = (target / "config.json").read_bytes()
     run("mtp", target, "--out", tmp_path / "head", "--state", "raw", "--feedback", "raw")

@@ -118,25 +118,13 @@ def scored(drafter: Eagle31Drafter, texts: list[TargetText]) -> list[ReadingScor
 # --- replay -----------------------------------------------------------------------------------------------------------
 
 
-def test_replay_accepts_what_generate_accepts(target: Any, written: list[Tensor], prompts: list[Tensor]) -> None:
-    """Walking over a known text, round by round, meets the very rounds that generating it took."""
+def test_a_draft_counts_if_all_before_it_are_right(target: Any, written: list[Tensor], prompts: list[Tensor]) -> None:
     drafter = attached(target)
-    drafter.generation_config.num_assistant_tokens = DEPTH
-    drafter.generation_config.num_assistant_tokens_schedule = "constant"
-    for prompt, ids in zip(prompts, written, strict=True):
-        assert torch.equal(write(target, prompt, assistant_model=drafter), ids)
-        text = read_text(drafter.binding, ids, len(prompt), drafter.binding.aux_layers)
-        accepted = replay(drafter, text, depth=DEPTH).accepted.tolist()
-        counts, start = [], 0
-        while start < len(accepted):
-            counts.append(accepted[start])
-            start += accepted[start] + 1
-        assert drafter.stats is not None
-        by_replay = [sum(count > position for count in counts) for position in range(DEPTH)]
-        # Rounds near the text's end draft less than replay does, so the last one or two are left out there.
-        assert 0 <= drafter.stats.rounds - len(counts) <= DEPTH
-        for seen, generated in zip(by_replay, drafter.stats.accepted_at, strict=False):
-            assert 0 <= generated - seen <= DEPTH
+    text = texts_for(drafter, written, prompts)[1]
+    drafts = drafts_along(drafter, text, text.starts(DEPTH), DEPTH)
+    right = torch.stack([drafter.draft_ids[each.logits.argmax(-1)] == each.truth for each in drafts], 1)
+    assert torch.equal(replay(drafter, text, depth=DEPTH).right, right.cumprod(1).bool())
+    assert (right.cumprod(1) != right).any(), "some are right behind a wrong one"
 
 
 def test_drift_is_where_the_drafter_looks() -> None:
