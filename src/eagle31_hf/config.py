@@ -116,7 +116,7 @@ class Eagle31Config(LlamaConfig):
             "checkpoint must hold embed_tokens and lm_head",
         )
         window = self.sliding_window
-        self._require(window is None or window >= 1, f"sliding_window is {window}; wanted at least 1, or None")
+        self._require(window is None or window >= 1, f"sliding_window is {window}; wanted at least 1, or none")
         if self.aux_layers is not None:
             self._require(
                 len(self.aux_layers) == self.num_aux_hidden_states
@@ -129,7 +129,7 @@ class Eagle31Config(LlamaConfig):
         wrong = {name: getattr(self, name) for name in sizes if not (getattr(self, name) or 0) >= 1}
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             wrong["q_lora_rank"] = self.q_lora_rank
-        self._require(not wrong, f"latent attention (kv_lora_rank) with {wrong}; wanted at least 1 of each")
+        self._require(not wrong, f"latent attention (kv_lora_rank) with {shown(wrong)}; wanted at least 1 of each")
         self._require(
             not self.attention_bias and not self.qk_norm,
             "latent attention (kv_lora_rank) with attention_bias or qk_norm; no published drafter has them",
