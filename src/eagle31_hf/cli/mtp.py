@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,7 +16,7 @@ from ..checkpoints.graft import graft_head
 from ..drafter.draft_rows import with_draft_rows, with_rows
 from ..errors import ConfigurationError, count
 from ..texts.conversations import read_conversations
-from ..training.data import build_vocabulary, coverage
+from ..training.data import build_vocabulary, count_supervised, coverage, render_documents
 from .options import command, make_console, option
 
 
@@ -85,12 +86,5 @@ def _counted(base: str, sources: list[str], vocab_size: int) -> torch.Tensor:
 
     require_tokenizer(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for conversation in read_conversations(sources):
-        for message in conversation.messages:
-            if message["role"] in ("assistant", "text"):
-                ids = torch.tensor(tokenizer(message["content"] or "", add_special_tokens=False)["input_ids"])
-                counts += torch.bincount(ids.long(), minlength=vocab_size)[:vocab_size]
-    if tokenizer.eos_token_id is not None:
-        counts[tokenizer.eos_token_id] += 1
-    return counts
+    documents, _ = render_documents(read_conversations(sources), tokenizer, max_length=sys.maxsize)
+    return count_supervised(documents, vocab_size)
