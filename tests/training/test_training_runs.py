@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from eagle31_hf.drafter import loading
 from eagle31_hf.errors import Eagle31Error, TrainingError
 from eagle31_hf.training import train
 from eagle31_hf.training.measure import EvaluationPrompt
+from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.train import train_drafter
 from warm_processes import finish, start_group
 
@@ -77,8 +79,13 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     assert (told.out / "model.safetensors").read_bytes() == weights
 
 
+def test_help_names_options_as_they_are_typed() -> None:
+    words = [each.metadata["option"]["help"] for each in fields(TrainingSettings) if "option" in each.metadata]
+    assert not [text for text in words if re.search("[a-z]_[a-z]", text)]
+
+
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("changed", "message"),
     [
         ({"resume": True}, "nothing to resume"),
         ({"resume": True, "fresh": True}, "--resume and --fresh exclude each other"),
@@ -96,10 +103,10 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
         ({"out": Path(__file__) / "run"}, r"test_training_runs\.py' is a file; name a folder"),
     ],
 )
-def test_a_run_that_makes_no_sense(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_a_run_that_makes_no_sense(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     told = training("x.jsonl", tmp_path / "none")
     with pytest.raises(Eagle31Error, match=message):
-        train_drafter(replace(told, **fields))
+        train_drafter(replace(told, **changed))
 
 
 def test_a_drafter_that_cannot_be_trained_is_refused_before_the_target_writes(
