@@ -81,8 +81,7 @@ class PositionNoise:
         self.rows, self.vocabulary, self.device = rows, vocabulary, device
         self._generator = generator
         self._ring: Tensor = torch.empty(0, rows, vocabulary, device=device)  # position t lies at t modulo its length
-        self._end = [0] * rows  # of each row: noise is held up to here
-        self._begin = [0] * rows  # and from here on, or later where it was written over
+        self._held: list[list[int]] = []  # by place in the ring and row, whose position's noise lies there
         self._states: dict[int, Any] = {}  # before a position's noise was taken
         self._taken = 0  # positions whose noise was taken
         self._left: Any = None  # the generator's state after that
@@ -140,37 +139,36 @@ class PositionNoise:
         if len(self._ring) < KEPT_BEHIND + count:
             length = ring_length(self.rows, count)
             self._ring = torch.empty(length, self.rows, self.vocabulary, device=self.device)
-            self._begin, self._end = [0] * self.rows, [0] * self.rows
+            self._held = [[-1] * self.rows for _ in range(length)]
 
     def _fill(self, rows: Sequence[int], starts: Sequence[int], count: int) -> None:
         missing: dict[int, list[int]] = {}
         for row, start in zip(rows, starts, strict=True):
-            stop, held_from = start + count, max(self._begin[row], self._end[row] - len(self._ring))
-            if not held_from <= start <= self._end[row]:  # it went back, or ahead without looking
-                self._begin[row] = self._end[row] = start
-            for position in range(self._end[row], stop):
-                missing.setdefault(position, []).append(row)
-            self._end[row] = max(self._end[row], stop)
+            for position in range(start, start + count):
+                if self._held[position % len(self._ring)][row] != position:
+                    missing.setdefault(position, []).append(row)
         for position in sorted(missing):
             self._fill_position(position, missing[position])
         for position in [known for known in self._states if known < min(starts) - KEPT_STATES]:
             del self._states[position]
 
     def _fill_position(self, position: int, rows: Sequence[int]) -> None:
-        slot = self._ring[position % len(self._ring)]  # (B, V)
-        if len(rows) == self.rows:
-            return self._take_position(position, slot)
-        noise = torch.empty_like(slot)
+        place = position % len(self._ring)
+        slot = self._ring[place]  # (B, V)
+        noise = slot if len(rows) == self.rows else torch.empty_like(slot)
         self._take_position(position, noise)
-        index = on_device(rows, self.device)
-        slot[index] = noise[index]
+        if noise is not slot:
+            index = on_device(rows, self.device)
+            slot[index] = noise[index]
+        for row in rows:
+            self._held[place][row] = position
 
     def _take_position(self, position: int, out: Tensor) -> None:
         """Noise of a position, for all rows."""
         if position < self._taken:
             assert position in self._states, f"the noise of position {position} is asked for again too late"
             here = self._state()
-            self._set_state(self._states[position])
+            self.rewind(position)
             out.exponential_(generator=self._generator)
             self._set_state(here)
             return
