@@ -15,8 +15,8 @@ from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
 from eagle31_hf.generate.warm_up import warm_up
 from eagle31_hf.graphs.steps import GraphKey
-from eagle31_hf.loop import decoder as decoders
 from eagle31_hf.loop.pair import Pair
+from eagle31_hf.loop.round import Round
 from eagle31_hf.loop.text import Sequences
 from eagle31_hf.measure.bench import Bench
 from eagle31_hf.measure.exactness import Kind
@@ -37,6 +37,7 @@ from helpers import (
     use_fixed_shapes_only,
 )  # fmt: skip
 from matrix import pairwise
+from memory_faults import Fault
 from recorder import Recorder
 
 FEW_WORDS: dict[str, Any] = {"suppress_tokens": [0, 1, 2, *range(11, VOCABULARY)]}
@@ -147,17 +148,9 @@ def test_what_is_no_causal_model_is_refused() -> None:
         NoDrafter(torch.nn.Linear(2, 2))
 
 
-def test_memory_that_runs_out_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    verify, calls = decoders.Round.verify, list[int]()
-
-    def scarce(self: Any, tree: Any) -> Any:
-        calls.append(1)
-        if len(calls) in (20, 30):
-            raise torch.OutOfMemoryError("out of memory")
-        return verify(self, tree)
-
-    monkeypatch.setattr(decoders.Round, "verify", scarce)
-    assert sum(assert_plain(NoDrafter(target_of("llama")), 1, GREEDY).memory_steps.values()) == 2
+def test_memory_that_runs_out_costs_no_token() -> None:
+    with Fault(20, times=2).before(Round, "verify"):
+        assert sum(assert_plain(NoDrafter(target_of("llama")), 1, GREEDY).memory_steps.values()) == 2
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from helpers import (
     random_prompts,
     random_target,
 )
+from memory_faults import Fault
 
 FAMILIES = ("gemma3", "qwen2.5_vl")  # windows and pictures that see both ways; positions along several axes
 
@@ -209,7 +210,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.thorough(every=6)
-def test_memory_that_runs_out_changes_no_text(family: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_changes_no_text(family: str, place: str) -> None:
     model, drafter = pair(family)
     drafter.binding.not_continued.clear()
     inputs = SEEING_FAMILIES[family].inputs(1, rows=3, padding=[0, 5, 2])
@@ -218,19 +219,9 @@ def test_memory_that_runs_out_changes_no_text(family: str, place: str, monkeypat
     ends = {"eos_token_id": max(new[:-1], key=new.index)}  # what comes up last
     plain = greedy(model, inputs, **ends)
     owner, name, at = PLACES[place]
-    function, calls = getattr(owner, name), []
-
-    @functools.wraps(function)
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        if len(calls) == at:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, failing)
-    with oracle_drafts(plain, inputs["input_ids"].shape[1], seed=2):
+    with oracle_drafts(plain, inputs["input_ids"].shape[1], seed=2), Fault(at).before(owner, name) as fault:
         assert torch.equal(greedy(model, inputs, assistant_model=drafter, **ends), plain)
-    assert len(calls) >= at, "it never happened"
+    assert fault.raised
     assert drafter.stats is not None
     if place == "trying":
         assert drafter.stats.loop == "plain"
