@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from ..steps import GraphKey, OtherInputsError, Step, buffers_of, over, tensors_in, with_tensors, without_tensors
 from .compiler_processes import CompilerProcesses
 from .packed_weights import PackedWeights
-from .pieces import Code, PieceProgram, bound
+from .pieces import Code, PieceProgram, bound, dtype_of
 from .torch_internals import load_package
 
 # --- the folder -------------------------------------------------------------------------------------------------------
@@ -53,15 +53,14 @@ class GraphPackages:
         """The graph of `key`, which gives such outputs.
 
         Raises:
-            OSError, ValueError, LookupError, TypeError, RuntimeError: it is not there, is broken, or others may have
-                written it.
+            Exception: it is not there, is broken, or others may have written it.
         """
         told = json.loads(_own(self.folder / f"{name_of(key)}.json").read_text(encoding="utf-8"))
         if not isinstance(told, dict) or told["key"] != repr(key):
             raise ValueError("it is another graph's")
         codes = [load_package(_own(self.folder / Path(name).name)) for name in told["packages"]]
-        code = bound(codes, told["calls"], told["outputs"], tensors_by_name(self.models), self.packed)
-        looks = [(tuple(shape), stride and tuple(stride), DTYPES[dtype]) for shape, stride, dtype in told["signature"]]
+        code = bound(codes, told, tensors_by_name(self.models), self.packed)
+        looks = [(tuple(shape), stride and tuple(stride), dtype_of(name)) for shape, stride, name in told["signature"]]
         return LoadedStep(code, without_tensors(outputs), looks)
 
     def compile(self, key: GraphKey, step: Step, inputs: tuple, processes: CompilerProcesses) -> Callable[[], None]:
@@ -79,13 +78,8 @@ class GraphPackages:
         looks = [(shape, stride, str(dtype)) for shape, stride, dtype in looks_of(inputs)]
         program = PieceProgram.of(exported, self.layers, self.packed, tensors_by_name(self.models))
         names = [f"{name_of(key)}.{number}.pt2" for number in range(len(program.pieces))]
-        told = {
-            "key": repr(key),
-            "signature": looks,
-            "calls": program.calls,
-            "outputs": program.outputs,
-            "packages": names,
-        }
+        told = {"key": repr(key), "signature": looks, "packages": names, **program._asdict()}
+        del told["pieces"]
         begun = {
             name: processes.compile(_export_piece(piece), self._unfinished(name))
             for name, piece in zip(names, program.pieces, strict=True)
@@ -177,8 +171,6 @@ class LoadedStep:
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
-
-DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 OWN = 0o600
 """Mode of packages, whatever the umask: they are code."""

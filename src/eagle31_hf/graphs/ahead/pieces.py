@@ -3,8 +3,8 @@
 An exported step is cut where decoder layers begin and end. Pieces that compute the same are compiled once and called
 with each layer's own weights, so compiling takes work that does not grow with the number of layers; layers of different
 kinds (windowed and full ones, say) make one piece per kind. What is kept on disk is the code of each piece and, as
-plain data, which call reads what: a weight by its name, weights packed together, an input of the step, a result of an
-earlier call, a small constant of the code. So nothing on disk grows with the weights or is one of them.
+plain data, which call reads what, and where weights come from: one by its name, several packed together, a small
+constant of the code. So nothing on disk grows with the weights or is one of them.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from .packed_weights import PackedWeights, pack_products
 Code = Callable[[list[Tensor]], list[Tensor]]
 
 Source = list[Any]
-"""Where a tensor comes from: `["weight", name]`, `["packed", [name, ...], rows]`, `["constant", values, dtype]`,
-`["input", place]` or `["result", call, place]`."""
+"""Where a tensor comes from: `["weight", name]`, `["packed", [name, ...], rows]` or `["constant", values, dtype]`."""
 
 MOST_CONSTANTS = 4096
 """Elements of a constant that is kept among the plain data."""
 
 
 class PieceProgram(NamedTuple):
-    """What a step does.
+    """What a step does. Its tensors are numbered: the step's inputs, the fixed ones, then what each call gives.
 
     Attributes:
         pieces: what is to be compiled, each with shapes noted.
-        calls: for each call the piece's number and where its inputs come from.
-        outputs: where the step's come from.
+        fixed: where weights and constants come from.
+        calls: for each call the piece's number and the numbers of what it reads.
+        outputs: the step's, by their numbers.
     """
 
     pieces: list[fx.GraphModule]
-    calls: list[tuple[int, list[Source]]]
-    outputs: list[Source]
+    fixed: list[Source]
+    calls: list[tuple[int, list[int]]]
+    outputs: list[int]
 
     @classmethod
     def of(
@@ -62,7 +63,8 @@ class PieceProgram(NamedTuple):
             ValueError: it reads something else than tensors, or large constants.
         """
         module = exported.graph_module
-        sources, given = _inputs(exported, {_place(tensor): name for name, tensor in named.items()})
+        sources: list[Any] = _sources(exported, named)
+        given = [named[source[1]] if source and source[0] == "weight" else None for source in sources]
         packed = pack_products(module.graph, given, weights)
         sources += [["packed", [sources[place][1] for place in read.places], read.rows] for read in packed]
         module.recompile()
@@ -70,48 +72,43 @@ class PieceProgram(NamedTuple):
         _drop_idle_casts(module.graph)
         segments = _segments(module.graph, layers)
         graph = split_module(module, module, segments.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
-        pieces, number = _distinct(graph)
-        known: dict[fx.Node, Source] = dict(zip(graph.graph.find_nodes(op="placeholder"), sources, strict=True))
-        calls: list[tuple[int, list[Source]]] = []
-        made_by: dict[fx.Node, int] = {}
-        outputs: list[Source] = []
+        pieces, kinds = _distinct(graph)
+        placeholders = list(zip(graph.graph.find_nodes(op="placeholder"), sources, strict=True))
+        placeholders.sort(key=lambda read: read[1] is not None)  # the step's inputs come first
+        number = {node: place for place, (node, _) in enumerate(placeholders)}
+        count, calls, outputs = len(number), list[tuple[int, list[int]]](), list[int]()
         for node in graph.graph.nodes:
             if node.op == "call_module":
-                made_by[node], known[node] = len(calls), ["result", len(calls), 0]
-                calls.append((number[str(node.target)], [known[read] for read in _nodes(node.args)]))
+                piece = kinds[str(node.target)]
+                calls.append((piece, [number[read] for read in _nodes(node.args)]))
+                number[node] = count
+                count += len(_nodes(pieces[piece].graph.output_node().args[0]))
             elif node.op == "call_function":  # takes one of a call's results
                 call, place = node.args
-                known[node] = ["result", made_by[call], place]
+                number[node] = number[call] + place
             elif node.op == "output":
-                outputs = [known[read] for read in _nodes(node.args[0])]
-        return cls(pieces, calls, outputs)
+                outputs = [number[read] for read in _nodes(node.args[0])]
+        return cls(pieces, [source for _, source in placeholders if source is not None], calls, outputs)
 
 
-def _inputs(exported: torch.export.ExportedProgram, names: Mapping[tuple, str]) -> tuple[list[Source], list[Any]]:
-    """Of each placeholder, where it comes from and what it is; of the step's own inputs only how they look."""
-    signature = exported.graph_signature
+def _sources(exported: torch.export.ExportedProgram, named: Mapping[str, Tensor]) -> list[Source | None]:
+    """Of each placeholder, where it comes from; `None`: it is an input of the step."""
+    signature, names = exported.graph_signature, {_place(tensor): name for name, tensor in named.items()}
     weights = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     constants = signature.inputs_to_lifted_tensor_constants
-    sources: list[Source] = []
-    given: list[Any] = []
-    own = list(signature.user_inputs)
+    sources: list[Source | None] = []
     for node in exported.graph.find_nodes(op="placeholder"):
-        look = node.meta["val"]
         if node.name in weights:
-            name = weights[node.name]
-            sources.append(["weight", name])
-            given.append(exported.state_dict.get(name, exported.constants.get(name)))
+            sources.append(["weight", weights[node.name]])
         elif node.name in constants:
             constant = exported.constants[constants[node.name]]
             name = names.get(_place(constant), "")
             sources.append(["weight", name] if name else _constant_source(constant))
-            given.append(look)
-        elif node.name in own and isinstance(look, Tensor):
-            sources.append(["input", own.index(node.name)])
-            given.append(look)
+        elif node.name in signature.user_inputs and isinstance(node.meta["val"], Tensor):
+            sources.append(None)
         else:
             raise ValueError(f"the step reads {node.name}, which is no tensor")
-    return sources, given
+    return sources
 
 
 def _place(tensor: Tensor) -> tuple:
@@ -132,56 +129,45 @@ def _nodes(arguments: Any) -> list[fx.Node]:
 
 
 def bound(
-    codes: Sequence[Code],
-    calls: Sequence[tuple[int, list[Source]]],
-    outputs: Sequence[Source],
-    named: Mapping[str, Tensor],
-    weights: PackedWeights,
+    codes: Sequence[Code], program: Mapping[str, Any], named: Mapping[str, Tensor], weights: PackedWeights
 ) -> Code:
     """A program as a function of the step's inputs, with the weights it reads.
 
     Args:
         codes: of the pieces.
-        calls, outputs: as `PieceProgram` has them.
+        program: `fixed`, `calls` and `outputs` as `PieceProgram` has them.
         named: weights by name.
         weights: gives packed ones.
 
     Raises:
-        KeyError, IndexError, ValueError: what was kept names something that is not there.
+        LookupError, TypeError, ValueError: what was kept names something that is not there.
     """
-
-    def resolved(source: Source) -> Tensor | tuple[int, int]:
-        """A weight; of a result its call, counted from 1, and its place. The step's inputs are those of call 0."""
-        kind, told, *more = source
-        if kind == "input":
-            return 0, told
-        if kind == "result":
-            return told + 1, more[0]
-        if kind == "weight":
-            return named[told].detach()
-        if kind == "constant":
-            return torch.tensor(told, dtype=getattr(torch, more[0].removeprefix("torch.")))
-        if kind == "packed":
-            return weights.of([named[name] for name in told], more[0])
-        raise ValueError(f"{source} is not where a tensor can come from")
-
-    prepared = [(codes[piece], [resolved(source) for source in sources]) for piece, sources in calls]
-    ends = [resolved(source) for source in outputs]
-    for place, sources in enumerate([*(sources for _, sources in prepared), ends]):
-        if any(each[0] > place for each in sources if not isinstance(each, Tensor)):
-            raise IndexError("a piece reads what none before it has computed")
+    fixed = [_tensor_of(source, named, weights) for source in program["fixed"]]
+    calls = [(codes[piece], places) for piece, places in program["calls"]]
+    outputs = program["outputs"]
 
     def run(tensors: list[Tensor]) -> list[Tensor]:
-        made = [tensors]
-
-        def given(sources: list[Tensor | tuple[int, int]]) -> list[Tensor]:
-            return [each if isinstance(each, Tensor) else made[each[0]][each[1]] for each in sources]
-
-        for code, sources in prepared:
-            made.append(code(given(sources)))
-        return given(ends)
+        known = [*tensors, *fixed]
+        for code, places in calls:
+            known += code([known[place] for place in places])
+        return [known[place] for place in outputs]
 
     return run
+
+
+def _tensor_of(source: Source, named: Mapping[str, Tensor], weights: PackedWeights) -> Tensor:
+    kind, told, *more = source
+    if kind == "weight":
+        return named[told].detach()
+    if kind == "constant":
+        return torch.tensor(told, dtype=dtype_of(more[0]))
+    return weights.of([named[name] for name in told], more[0])
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """By what `str` makes of it."""
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
