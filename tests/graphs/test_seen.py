@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
 
 from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.graphs import seen
 from eagle31_hf.graphs.seen import ModelState, SeenWeights, weights_of
 from families import RECURRENT_FAMILIES, TEXT_FAMILIES, recurrent_target
 from helpers import CONFIGS, random_target
@@ -259,12 +260,14 @@ PAST_THE_VERSION: dict[str, Callable[[Any], object]] = {  # as tokens' embedding
 
 
 @pytest.mark.parametrize("change", [*OF_WEIGHTS, *PAST_THE_VERSION])
-def test_a_change_of_weights_is_seen(change: str) -> None:
+def test_a_change_of_weights_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seen, "CHUNK", 64)
+    monkeypatch.setattr(seen, "SAMPLE", 256)  # of matrices two rows, not all
     net = network()
-    seen, versions = (SeenWeights(weights_of(net), by_content=content) for content in (True, False))
-    assert seen.are_still(weights_of(net))
+    contents, versions = (SeenWeights(weights_of(net), by_content=content) for content in (True, False))
+    assert contents.are_still(weights_of(net))
     (OF_WEIGHTS | PAST_THE_VERSION)[change](net)
-    assert not seen.are_still(weights_of(net))
+    assert not contents.are_still(weights_of(net))
     assert versions.are_still(weights_of(net)) == (change in PAST_THE_VERSION), "or the test tries something else"
 
 

@@ -269,12 +269,19 @@ def weights_of(*modules: nn.Module) -> list[Tensor]:
     return [tensor for of in held for tensor in of.values() if tensor is not None]
 
 
+CHUNK = 1024
+"""Bytes whose sum is compared."""
+
+SAMPLE = 2**14
+"""Bytes on either side of the middle of a weight's memory that are compared one by one: more than a row has."""
+
+
 class SeenWeights:
     """Weights as they were when this was made.
 
-    Of each matrix the sum of each row is compared: any one element changes it, and rows that change places are seen.
-    Columns that do so leave sums alone, so one row is compared element by element. It takes as long as reading them
-    all from memory does.
+    Of the memory they lie in the sum of each chunk's words is compared: any one element changes it, and rows that
+    change places are seen. Columns that do so leave most sums alone, so some rows are compared byte by byte. It takes
+    as long as reading all weights from memory does.
 
     Args:
         weights: the tensors.
@@ -284,13 +291,14 @@ class SeenWeights:
 
     def __init__(self, weights: Sequence[Tensor], *, by_content: bool):
         self._versions = [version_of(tensor) for tensor in weights]
-        self._samples: dict[torch.dtype, list[Tensor]] = {}  # views, so that all are read by one call for each dtype
-        self._rows: list[Tensor] = []  # (n, words) views; of a tensor that has gaps, itself
-        for tensor in {tensor.data_ptr(): tensor.detach() for tensor in weights}.values() if by_content else ():
-            self._samples.setdefault(tensor.dtype, []).append(_one_row(tensor))
-            if tensor.dim() > 1:
-                dense = _in_memory_order(tensor)
-                self._rows.append(_as_integers(dense) if dense.is_contiguous() else tensor)
+        self._chunks: list[Tensor] = []  # views: words (n, CHUNK / 8)
+        self._samples: list[Tensor] = []  # and bytes (n,)
+        storages = [tensor.untyped_storage() for tensor in weights] if by_content else []
+        for storage in {storage.data_ptr(): storage for storage in storages}.values():
+            memory = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+            count, middle = len(memory) // CHUNK, len(memory) // 2
+            self._chunks.append(memory[: count * CHUNK].view(count, CHUNK).view(torch.int64))
+            self._samples += memory[count * CHUNK :], memory[max(middle - SAMPLE, 0) : middle + SAMPLE]
         self._contents = self._read()
 
     def are_still(self, weights: Sequence[Tensor]) -> bool:
@@ -300,38 +308,9 @@ class SeenWeights:
         return all(map(torch.equal, self._read(), self._contents))
 
     def _read(self) -> list[Tensor]:
-        samples = [torch.cat(each).view(torch.uint8) for each in self._samples.values()]
-        sums = [_integers(rows).sum(dim=-1) for rows in self._rows]
-        return [*samples, torch.cat(sums)] if sums else samples
+        return [torch.cat([words.sum(-1) for words in self._chunks]), torch.cat(self._samples)] if self._chunks else []
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
     """Where it lies, and how often it was written to in ways that torch counts."""
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
-
-
-def _one_row(tensor: Tensor) -> Tensor:
-    """From the middle, `(n,)`: at an edge some models have a row of zeros."""
-    dense = _in_memory_order(tensor)
-    while dense.dim() > 1:
-        dense = dense[dense.shape[0] // 2]
-    return dense.reshape(-1)
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """With its dimensions as its elements lie: a row has neighbours."""
-    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-
-
-def _integers(rows: Tensor) -> Tensor:
-    return rows if rows.dim() == 2 and not rows.is_floating_point() else _as_integers(rows.contiguous())
-
-
-def _as_integers(bits: Tensor) -> Tensor:
-    """The rows of a contiguous tensor as integers as wide as fit, `(n, words)`."""
-    rows = bits.flatten(0, -2)
-    start, size = rows.storage_offset() * rows.element_size(), rows.shape[-1] * rows.element_size()
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        if dtype.itemsize >= rows.element_size() and start % dtype.itemsize == size % dtype.itemsize == 0:
-            return rows.view(dtype)
-    return rows.view(torch.uint8)
