@@ -108,36 +108,18 @@ class DraftSession:
             self.catch_up()
         self._unread.add(tokens, aux)
 
-    @property
-    def num_unread(self) -> int:
-        """Positions of each row that were put off."""
-        return self._unread.count
-
-    def catch_up(self, *, read: Read | None = None, at_once: int | None = None) -> None:
-        """Absorb what was put off.
-
-        Args:
-            read: as `absorb` takes it.
-            at_once: most positions that `read` is given; default: as many as the cache takes.
-        """
+    def catch_up(self, *, read: Read | None = None) -> None:
+        """Absorb what was put off; `read` is as `absorb` takes it."""
         if not self._unread.count:
             return
         tokens, aux = self._unread.read()
-        self._absorb(tokens, aux, [tokens.shape[1]] * tokens.shape[0], read=read, at_once=at_once)
+        self._absorb(tokens, aux, [tokens.shape[1]] * tokens.shape[0], read=read)
         self._unread.clear()  # not before: this may run out of memory, and is then tried again
 
-    def _absorb(
-        self,
-        tokens: Tensor,
-        aux: Tensor,
-        counts: Sequence[int],
-        *,
-        read: Read | None = None,
-        at_once: int | None = None,
-    ) -> None:
-        """Read at once what the cache takes at once, or less."""
+    def _absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int], *, read: Read | None = None) -> None:
+        """Read at once what the cache takes at once."""
         tokens, aux = tokens.to(self.device), aux.to(device=self.device, dtype=self.dtype)
-        block = min(at_once or self.cache.block, self.cache.block)
+        block = self.cache.block
         for start in range(0, tokens.shape[1], block):
             end = min(start + block, tokens.shape[1])
             valid = [min(max(count - start, 0), end - start) for count in counts]

@@ -210,10 +210,6 @@ def whole_step(
 # --- a session by graphs ----------------------------------------------------------------------------------------------
 
 
-MOST_PIECES = 3
-"""In which a graph reads what the drafter has missed: behind other graphs so many are quicker than one eager pass."""
-
-
 class CompiledDrafting:
     """What a session reads, and whole drafts behind it, as graphs where shapes allow.
 
@@ -232,8 +228,7 @@ class CompiledDrafting:
 
     def catch_up(self) -> None:
         """As `DraftSession.catch_up`, compiled unless that is much."""
-        few = self.session.num_unread <= MOST_PIECES * NODE_BUCKET
-        self.session.catch_up(read=self.read, at_once=NODE_BUCKET if few else None)
+        self.session.catch_up(read=self.read)
 
     def read(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
         """As `DraftSession.read`."""
