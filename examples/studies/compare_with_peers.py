@@ -35,6 +35,7 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafting import planner
 from eagle31_hf.errors import Eagle31Error
+from eagle31_hf.generate.warm_up import warm_up
 from eagle31_hf.measure.origin import origin
 from eagle31_hf.stats import Acceptance
 from eagle31_hf.texts.prompts import read_prompts
@@ -113,6 +114,8 @@ def by_drafter(target: Any, new_tokens: int, drafter: Eagle31Drafter, accelerati
         settings.acceleration, settings.num_assistant_tokens = acceleration, draft_tokens
         settings.num_assistant_tokens_schedule, settings.draft_min_confidence = "constant", 0.0
         turns, stats = [], []
+        if acceleration == "compile" and target.device.type == "cpu":
+            warm_up(drafter, tokens=max(map(len, prompts)) + new_tokens, do_sample=False)
         for prompt in prompts:
             turns.append(write_by_it([prompt]))
             stats.append(drafter.stats)

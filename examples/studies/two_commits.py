@@ -29,6 +29,7 @@ from engines.json_lines import Worker, answer_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 WORKER = "--worker"
+LONGEST_PROMPT = 128
 PROMPTS = (
     "I would like to reserve a table for two at an Italian restaurant in Oakland, tomorrow at 7 pm.",
     "A shop sells apples at 3 dollars a bag and pears at 4 dollars a bag. How much are 5 bags of apples?",
@@ -42,6 +43,11 @@ def started(folder: Path, cache: str, options: argparse.Namespace) -> Worker:
     paths = [str(folder / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "EAGLE31_CACHE": cache}
     pair = {"target": options.target, "drafter": options.drafter, "dtype": options.dtype}
+    for temperature in options.temperatures if "compile" in options.accelerations else []:
+        told = {**pair, "tokens": str(LONGEST_PROMPT + options.tokens), "temperature": str(temperature)}
+        words = [word for name, value in told.items() if value for word in (f"--{name}", value)]
+        command = [sys.executable, "-m", "eagle31_hf", "warmup", *words]  # on a card it refuses
+        subprocess.run(command, env=os.environ | environment, check=False)
     return Worker([sys.executable, __file__, WORKER], pair, environment)
 
 

@@ -49,8 +49,8 @@ class Eagle31GenerationConfig(GenerationConfig):
             exactly one of `"own"`, `"plain"`.
         acceleration: `"auto"` (default): captured graphs on a CUDA device; on a CPU graphs where `eagle31 warmup` has
             left them for this pair and machine, else eager code; nothing is compiled (docs/speed.md).
-            `"eager"`: no graphs. `"compile"`: on a CPU as after `eagle31 warmup`, for which the first text waits;
-            on a CUDA device short texts are captured, too.
+            `"eager"`: no graphs. `"compile"`: as `"auto"`, and a text without graphs says why; on a CUDA device
+            short texts are captured, too.
         cache_type: how the target's keys and values are stored: `"full"` in its own dtype, `"int8"` in 8 bits
             (docs/memory.md); `"auto"` (default) is `"full"` unless a memory plan says otherwise. The text is
             then what the target writes over such a cache, with or without drafts. Our own loop only.

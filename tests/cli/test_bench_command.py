@@ -5,7 +5,10 @@ from unittest import mock
 
 from command_line import DRAFTER, TARGET, run
 
+from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cli import bench as command
+from eagle31_hf.cli import generate
+from eagle31_hf.drafter.assistant import NoDrafter
 from eagle31_hf.measure.bench import Bench
 from eagle31_hf.measure.exactness import Kind, Verdict
 from eagle31_hf.measure.results import Writer
@@ -43,6 +46,16 @@ def test_prompts_are_read_from_files_and_a_pair_may_lack_a_drafter(tmp_path):
     record = json.loads(path.read_text())
     assert [each["method"] for each in record["methods"]] == ["plain generate", "without drafts", "lookups"]
     assert record["settings"]["temperature"] == 1.0
+
+
+def test_missing_graphs_are_compiled_first_and_what_has_none_is_left_out(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(generate, "warm_up", lambda assistant, **how: compiled.append((type(assistant), how["tokens"])))
+    out = run("bench", TARGET, DRAFTER, *SHORT, "--acceleration", "compile").stdout
+    (first, tokens), *others = compiled
+    assert (first, others) == (Eagle31Drafter, [(NoDrafter, tokens)])
+    assert tokens > 6
+    assert " ".join(out.split()).count("no graphs are kept for such a text") == 3
 
 
 def test_a_wrong_text_leaves_with_1_and_no_speedup(tmp_path):

@@ -183,19 +183,6 @@ def test_short_texts_are_not_worth_recording(pair: Eagle31Drafter, recorder: Rec
     assert not recorder.recorded
 
 
-def test_a_device_that_cannot_record(
-    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    failure = RuntimeError("operation not permitted when capturing\nat line 7")
-    monkeypatch.setitem(captured.CAPTURES, "cpu", failing(failure))
-    assert_plain(pair)
-    (reason,) = pair.stats.fallbacks
-    assert "operation not permitted" in reason
-    assert "\n" not in reason
-    assert_plain(pair, 1)
-    assert caplog.text.count("capturing failed") == 1, "said once"
-
-
 def test_a_text_goes_on_where_recording_anew_fails(
     pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +301,7 @@ def test_each_state_of_a_target_has_its_graphs_and_memory_takes_them_all(
     made = Pair.of(pair).graphs
     assert len(made._of_states) == 2
     made.drop("memory is wanted elsewhere")
-    assert not any(steps for _, steps, _ in made._of_states)
+    assert not any(steps for _, steps in made._of_states)
 
 
 @contextmanager
@@ -323,13 +310,6 @@ def other_rotations() -> Iterator[None]:
     with mock.patch.object(
         modeling_llama, "apply_rotary_pos_emb", lambda q, *told, **more: own(1.4 * q, *told, **more)
     ):
-        yield
-
-
-@contextmanager
-def other_norms() -> Iterator[None]:
-    own = torch.rsqrt
-    with mock.patch.object(torch, "rsqrt", lambda variance: 1.4 * own(variance)):
         yield
 
 
@@ -343,17 +323,13 @@ def a_hook_on_all_modules() -> Iterator[None]:
         handle.remove()
 
 
-def autocast() -> Any:
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-@pytest.mark.parametrize("change", [other_rotations, other_norms, a_hook_on_all_modules, autocast])
+@pytest.mark.parametrize("change", [other_rotations, a_hook_on_all_modules])
 def test_what_holds_for_the_whole_process_is_not_left_out(
     change: Callable[[], Any], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What cannot be recorded is written by eager code, which says so."""
     monkeypatch.setitem(captured.CAPTURES, "cpu", record_operations)
-    pair, is_recorded = make_pair(), change in (other_rotations, other_norms)
+    pair, is_recorded = make_pair(), change is other_rotations
     pair.generation_config.num_assistant_tokens = 1
     texts = set()
     for open_change in (nullcontext, change, nullcontext):
@@ -364,4 +340,4 @@ def test_what_holds_for_the_whole_process_is_not_left_out(
             assert [("not captured" in why) for why in pair.stats.fallbacks] == ([] if by_graphs else [True])
         texts.add(str(text))
     assert "advance" in kinds(pair)
-    assert len(texts) == 2 or change is autocast, "or a stale graph would not be noticed"
+    assert len(texts) == 2, "or a stale graph would not be noticed"

@@ -193,22 +193,15 @@ def test_graphs_are_kept_for_a_target_alone(no_compiler: None) -> None:
     made = warm_up(NoDrafter(kept_target()), tokens=100, on_compile=told.append)
     assert told == made
     assert sorted((key.kind, key.size) for key in made) == [("verify", 1), ("verify", 8)]
-    for how in (GREEDY, SAMPLING):
+    no_repeats = GREEDY | {"no_repeat_ngram_size": 2}  # whose drafts are never looked up
+    for how, sizes in ((GREEDY, {1, 8}), (SAMPLING, {1, 8}), (no_repeats, {1})):  # graphs choose no tokens
         later = NoDrafter(kept_target())
-        assert_plain(later, 1, how)
-        assert {key.size for key in Pair.of(later).graphs.keys} == {1, 8}
-
-
-def test_graphs_of_a_target_alone_serve_any_processor(no_compiler: None) -> None:
-    """They choose no tokens, so nothing is compiled anew for another way to choose."""
-    with configured(NoDrafter(kept_target()), acceleration="compile") as alone:
-        for how in (GREEDY, SAMPLING, GREEDY | {"no_repeat_ngram_size": 2}):
-            assert assert_plain(alone, 1, how).fallbacks == []
-    assert kinds(alone) == {"verify"}
-    assert len(Pair.of(alone).graphs.warmed) == 1
+        assert assert_plain(later, 1, how).fallbacks == []
+        assert {key.size for key in Pair.of(later).graphs.keys} == sizes
 
 
 def test_a_benchmark_writes_single_texts_by_graphs(no_compiler: None) -> None:
+    warm_up(NoDrafter(kept_target()), tokens=100)
     tasks = [Task(Prompt("one", "random", "random", ()), torch.tensor(random_prompts(1)[0]))]
     methods = (PLAIN, PLAIN_BY_GRAPHS, Method(Writer.LOOKUP, by_graphs=True))
     bench = Bench(make_pair(), tasks, BenchSettings(methods, new_tokens=12, repeats=1, rows=(1, 2)))

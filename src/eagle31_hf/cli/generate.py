@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ..drafter.assistant import NoDrafter
 from ..errors import ConfigurationError
+from ..generate.warm_up import warm_up
 from ..measure.bench import Bench, has_graphs
 from ..measure.origin import origin
 from ..measure.results import FEWEST_NEW_TOKENS, BenchResult, BenchSettings, Task, pair_methods
@@ -24,7 +27,7 @@ from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
 from .options import MORE, JsonOption, command, make_console, option, writable_json, write_json, write_svg
 from .pairs import DraftOptions, LoadedPair, PairSource, encode, load_pair
-from .progress import progress_bar
+from .progress import progress_bar, waiting_for
 
 MOST_STREAMED = 2
 DEMO_DRAFT_TOKENS = 7
@@ -158,6 +161,7 @@ def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], 
     """All calls of the settings, or those up to Ctrl-C; the console is told what takes its time."""
     if any(method.by_graphs for method in settings.methods):
         console.print("Compiling what no earlier run has left: minutes the first time, nothing the second.")
+        _compile_graphs(pair, tasks, settings)
     minutes = settings.minutes
     measuring = f"measuring for at most {minutes:g} minute{'' if minutes == 1 else 's'}" if minutes else "measuring"
     with progress_bar(console) as advance:
@@ -168,6 +172,14 @@ def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], 
             if not bench.result.turns:
                 raise
             return replace(bench.result, interrupted=True)
+
+
+def _compile_graphs(pair: LoadedPair, tasks: Sequence[Task], settings: BenchSettings) -> None:
+    """What a CPU lacks, for the pair and for its target alone. Where nothing can be kept the measured texts say why."""
+    tokens, how = settings.new_tokens + max(len(task.ids) for task in tasks), settings.to_generate()
+    with waiting_for("looking for graphs") as say, suppress(ConfigurationError):
+        for assistant in (pair.drafter, NoDrafter(pair.drafter.binding.model)):
+            warm_up(assistant, tokens=tokens, on_compile=lambda key: say(f"compiling graphs: {key.kind}"), **how)
 
 
 def _measure(

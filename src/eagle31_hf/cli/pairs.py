@@ -98,7 +98,7 @@ class PairSource:
     )
     acceleration: Literal["auto", "eager", "compile"] = option(
         "auto",
-        "auto: graphs that `eagle31 warmup` made, if any; compile (not in serve): make them now, which takes minutes.",
+        "auto: graphs that `eagle31 warmup` made, if any; compile (not in serve): bench makes missing ones first.",
         panel=LOADING,
     )
     chat_template: Path | None = option(

@@ -15,7 +15,6 @@ from ..loop.text import Sequences
 from ..sampling.callers_code import CallersCode
 from ..stats import SpeculationStats
 from .call import Call, SpeculativeOutput
-from .warm_up import warm_up_for
 
 
 def write_own(call: Call, stats: SpeculationStats) -> Any:
@@ -27,14 +26,11 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     settings, binding, carried = call.drafter.generation_config, call.drafter.binding, call.carried
     if carried is not None and (again := call.cached_length - carried.skip) > 0:
         stats.fall_back(f"{again} tokens of the carried cache do not hold for this prompt")
-    if settings.acceleration == "compile" and (why := warm_up_for(call)):
-        stats.fall_back(f"steps are not compiled: {why}")
     if binding.has_states and (settings.asked_top_k or 1) > 1:
         stats.fall_back("trees are drafted as chains of their depth where layers of the target keep states")
     drafts = call.drafting(stats.note_draft)
     request = _request(call, drafts, stats)
-    if not any(drafts.why in why for why in stats.fallbacks):  # compiling just now may have said so
-        stats.fall_back(drafts.why)
+    stats.fall_back(drafts.why)
     decoder = SpeculativeDecoder(call.drafter, request)
     recovering = RecoveringDecoder(decoder)
     with torch.no_grad(), binding.masked_attention(), decoder.borrowing():

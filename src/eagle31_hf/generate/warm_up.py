@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList
 
 from ..cache import graph_sizes
 from ..drafter.assistant import Assistant
@@ -16,17 +13,13 @@ from ..drafter.drafter import Eagle31Drafter
 from ..drafting.plan import REST, DraftPlan
 from ..drafting.shape import DraftShape
 from ..errors import ConfigurationError
-from ..graphs.captured import CAPTURES
 from ..graphs.graphs import Graphs
 from ..graphs.steps import GraphKey
 from ..loop.decoder import DecodingRequest, SpeculativeDecoder
 from ..loop.kept_graphs import compile_ahead, why_unsuited
 from ..loop.pair import Pair, draft_shape
 from ..loop.text import Sequences, StopRules
-from ..sampling.logits_processing import ScoreProcessing, processing_of
-from .call import Call
-
-logger = logging.getLogger(__name__)
+from ..sampling.logits_processing import processing_of
 
 __all__ = ["warm_up"]
 
@@ -51,28 +44,15 @@ def warm_up(
     Raises:
         ConfigurationError: no graphs can be kept for this pair or serve these settings, or compiling failed.
     """
-    model: Any = drafter.binding.model
+    pair, binding = Pair.of(drafter), drafter.binding
+    model: Any = binding.model
     config = how.get("generation_config", model.generation_config)
     sampled = bool(how.get("do_sample", config.do_sample))
     depth = how.get("num_assistant_tokens") or config.num_assistant_tokens
     shape = draft_shape(drafter, rows=1, sampled=sampled, depth=depth, by_graphs=True)
     processing = processing_of(model, **how)
-    if why := why_unsuited(Pair.of(drafter), shape, processing):
+    if why := why_unsuited(pair, shape, processing):
         raise ConfigurationError(f"no text would load graphs under these settings: {why}")
-    return compile_graphs(drafter, shape, processing, sampled=sampled, tokens=tokens, on_compile=on_compile)
-
-
-def compile_graphs(
-    drafter: Assistant,
-    shape: DraftShape,
-    processing: ScoreProcessing,
-    *,
-    sampled: bool,
-    tokens: int,
-    on_compile: Callable[[GraphKey], None],
-) -> list[GraphKey]:
-    """The same for drafts of this shape and texts of this `processing`, whose tokens are drawn or not."""
-    pair, binding = Pair.of(drafter), drafter.binding
 
     def meet_graphs(graphs: Graphs) -> None:
         for length in prompt_lengths(tokens):
@@ -124,56 +104,3 @@ class EachKindOfRound:
     def record(self, *_round: Any) -> None:
         """Counts, and learns nothing."""
         self._rounds += 1
-
-
-# --- when a text asks for it ------------------------------------------------------------------------------------------
-
-_one_at_a_time = threading.Lock()
-
-MOST_COMPILED_SETTINGS = 4
-"""Sampling settings (and greedy) that texts wait for; compiling takes as long as thousands of tokens."""
-
-
-def warm_up_for(call: Call) -> str:
-    """On a CPU, what `warm_up` does, before the first text that needs it.
-
-    Returns:
-        Why steps are not compiled all the same; empty if they are.
-    """
-    drafter, processing, sampled = call.drafter, call.processing, call.is_sampled
-    if drafter.binding.head_device.type in CAPTURES:
-        return ""
-    if not isinstance(drafter, Eagle31Drafter):  # graphs verify, and choose no tokens
-        processing, sampled = ScoreProcessing(LogitsProcessorList()), False
-    pair = Pair.of(drafter)
-    shape = draft_shape(
-        drafter, rows=call.batch_size, sampled=sampled, depth=call.assisted.draft_tokens, by_graphs=True
-    )
-    if why := why_unsuited(pair, shape, processing):
-        return why
-    if call.batch_size > 1:
-        return "graphs for a CPU serve single rows"
-    sampling, bucket = (sampled, processing.draft_warping.key), graph_sizes.slot_bucket(call.longest_text)
-    wanted, compiled = (torch.get_num_threads(), shape, sampling, bucket), list[GraphKey]()
-
-    def note(key: GraphKey) -> None:
-        if not compiled:
-            logger.warning("eagle31: graphs that this text lacks are compiled first, for minutes; they are kept")
-        compiled.append(key)
-
-    with _one_at_a_time:
-        warmed = pair.current_graphs().warmed
-        if wanted in warmed:
-            return ""
-        settings = {known for _, _, known, _ in warmed}
-        if sampling not in settings and len(settings) >= MOST_COMPILED_SETTINGS:
-            return (
-                f"texts have waited for graphs of {len(settings)} ways to choose tokens, and this one's is another; "
-                "`eagle31 warmup` makes graphs for it"
-            )
-        try:
-            compile_graphs(drafter, shape, processing, sampled=sampled, tokens=call.longest_text, on_compile=note)
-        except ConfigurationError as refused:
-            return str(refused)
-        pair.current_graphs().warmed[wanted] = len(compiled)
-    return ""

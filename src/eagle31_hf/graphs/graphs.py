@@ -44,7 +44,6 @@ class Graphs:
         packed: copies of the weights that kept graphs share (`ahead.packed_weights`).
         maker: makes those that are not there yet; see `made_by`.
         kept: keys and values over which steps were captured, for the next text.
-        warmed: what texts had compiled ahead for them, in this state of the target, and how many graphs that were.
     """
 
     def __init__(self, drafter: Assistant, weights: list[Tensor], state: ModelState):
@@ -52,8 +51,8 @@ class Graphs:
         are_plain = all(tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) for tensor in weights)
         self.may_pack = are_plain and 0 < num_bytes <= PACKED_BYTES
         self.weights = SeenWeights(weights, by_content=self.may_pack)
-        self.state, self._steps, self.warmed = _of_state(state)
-        self._of_states = [(self.state, self._steps, self.warmed)]  # the last one used comes last
+        self.state, self._steps = state, dict[GraphKey, Step]()
+        self._of_states = [(self.state, self._steps)]  # the last one used comes last
         self.maker, self.kept = GraphMaker(), KeptBuffers()
         self.packed: Any = None
         self._reasons: list[str] = []
@@ -81,10 +80,10 @@ class Graphs:
         written keep those they began with."""
         if self.state == state:
             return
-        known = next((each for each in self._of_states if each[0] == state), None) or _of_state(state)
+        known = next((each for each in self._of_states if each[0] == state), (state, {}))
         others = [each for each in self._of_states if each is not known]
         self._of_states[:] = [*others, known][-MOST_STATES:]
-        self.state, self._steps, self.warmed = known
+        self.state, self._steps = known
 
     @property
     def keys(self) -> list[GraphKey]:
@@ -144,7 +143,7 @@ class Graphs:
         """Let all graphs go, the memory they write in and their copies of weights; texts that hold these graphs are
         written by eager code from now on."""
         self.disabled_reason = reason
-        for _, steps, _ in self._of_states:
+        for _, steps in self._of_states:
             steps.clear()
         self.kept.clear()
         if self.packed is not None:
@@ -160,11 +159,6 @@ class Graphs:
         told = [failure] if failure.__cause__ is None else [failure, failure.__cause__]  # what it met says more
         self.disabled_reason = f"{what}, steps stay eager: {', '.join(map(named_line, told))}"
         logger.warning("eagle31: %s", self.disabled_reason)
-
-
-def _of_state(state: ModelState) -> tuple[ModelState, dict[GraphKey, Step], dict[tuple, int]]:
-    """Of a state of the target: its graphs, and what texts had compiled ahead."""
-    return state, {}, {}
 
 
 def _numbers_in(outputs: Any) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Which graphs compute a generation: on a GPU captured ones, on a CPU those that an earlier `eagle31 warmup` has left.
 
 That is decided before it begins, by its length and by what lies in the folder then, so nothing about a text depends on
-how long anything took. Nothing is compiled while a text waits, unless that was asked for (`generate.warm_up`).
+how long anything took. Nothing is compiled while a text waits.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 FEWEST_CAPTURED_TOKENS = 48
 """New tokens from which on the first text's steps are captured, which takes about as long as half a dozen rounds."""
+
+NONE_KEPT = "no graphs are kept for such a text; `eagle31 warmup` compiles them, for single rows"
 
 
 class PairGraphs:
@@ -81,6 +83,9 @@ def graphs_for(
     unsuited = why_unsuited(pair, shape, processing)
     if drafter.binding.head_device.type not in CAPTURES:
         graphs = None if unsuited else _kept_graphs(pair, shape, processing, rows=rows, sampled=sampled)
+        if graphs is None and acceleration == "compile":
+            why = unsuited or kept.refusal(drafter, pair.current_graphs()) or NONE_KEPT
+            return None, f"steps are not compiled: {why}"
         return graphs, "" if graphs or not pair.graphs else pair.graphs.disabled_reason
     if unsuited and acceleration != "compile":
         return None, f"steps are not captured: {unsuited}"
@@ -138,10 +143,9 @@ def _kept_graphs(
     first = GraphKey("verify", rows, 1)
     if isinstance(pair.drafter, Eagle31Drafter):
         first = GraphKey("advance", rows, shape.nodes, sampling=(sampled, processing.draft_warping.key))
-    names = packages.names()
-    if not any(name.startswith(prefix_of(first)) for name in names):
+    if not any(name.startswith(prefix_of(first)) for name in packages.names):
         return None
-    return pair.graphs.made_by(kept.LoadsKept(packages, names))
+    return pair.graphs.made_by(packages)
 
 
 def kept_packages(pair: PairGraphs) -> GraphPackages | None:
@@ -198,7 +202,7 @@ def compile_ahead(
             f"graphs are machine code, and what is kept in {packages.folder} could be exchanged: {why}; or name "
             f"another folder by ${kept.CACHE_VARIABLE}"
         )
-    with CompilerProcesses.one_a_core() as processes:
+    with CompilerProcesses() as processes:
         maker = kept.CompilesAhead(packages, processes, on_compile)
         maker.until_compiled(graphs.made_by(maker), meet)
     if graphs.disabled_reason:

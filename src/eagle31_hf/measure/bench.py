@@ -93,7 +93,7 @@ class Bench:
     # --- before anything counts -------------------------------------------------------------------------------------
 
     def _ready_methods(self, turns: Sequence[Turn]) -> list[Method]:
-        """Those that can run here, each having written what does not count; graphs that a CPU lacks are compiled."""
+        """Those that can run here, each having written what does not count."""
         batches, ready = self._unlike_batches(turns), []
         for method in self.settings.methods:
             for batch in batches:

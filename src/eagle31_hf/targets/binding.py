@@ -296,8 +296,7 @@ def _decoder_only(target: Any) -> PreTrainedModel:
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # its class is slow to import
         raise IncompatibleTargetError(
             "the target was wrapped by torch.compile, but generate runs the model inside the wrapper; attach to that "
-            "one (model._orig_mod, or the model before torch.compile), and to compile generation set "
-            "eagle.generation_config.acceleration = 'compile'"
+            "one (model._orig_mod, or the model before torch.compile), and to compile generation run `eagle31 warmup`"
         )
     if not isinstance(model, PreTrainedModel):
         raise IncompatibleTargetError(

@@ -38,22 +38,18 @@ class CompilerProcesses:
     Not `multiprocessing`: that would run a script again which has no `if __name__ == "__main__"`.
 
     Args:
-        most: processes at once.
+        most: processes at once; default: as many as this process may use cores, up to `MOST_PROCESSES`.
     """
 
-    def __init__(self, most: int):
+    def __init__(self, most: int | None = None):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads, self._count = torch.get_num_threads(), 0
         self._folder = TemporaryDirectory(prefix="eagle31-")
-        self._waiting = ThreadPoolExecutor(most, thread_name_prefix="compiling")  # each waits for a process
+        # Each thread waits for a process.
+        self._waiting = ThreadPoolExecutor(most or min(cores, MOST_PROCESSES), thread_name_prefix="compiling")
         self._running: set[subprocess.Popen[str]] = set()
         self._starting = threading.Lock()
         self._is_closed = False
-
-    @classmethod
-    def one_a_core(cls) -> CompilerProcesses:
-        """As many as this process may use cores."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(min(cores, MOST_PROCESSES))
 
     def compile(self, exported: torch.export.ExportedProgram, package: Path) -> Future[None]:
         """Begin to write a package.

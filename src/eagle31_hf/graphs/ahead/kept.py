@@ -25,11 +25,12 @@ from transformers import PreTrainedConfig
 from ... import __version__
 from ...drafter.assistant import Assistant
 from ...drafter.drafter import Eagle31Drafter
+from ..captured import CAPTURES
 from ..graphs import PACKED_BYTES, Graphs
 from ..seen import ModelState, weights_of
 from ..steps import GraphKey, GraphMaker, Step
 from .compiler_processes import CompilerProcesses
-from .packages import GraphPackages, name_of, tensors_of
+from .packages import GraphPackages, tensors_of
 from .packed_weights import PackedWeights
 
 CACHE_VARIABLE = "EAGLE31_CACHE"
@@ -44,7 +45,7 @@ def refusal(drafter: Assistant, graphs: Graphs) -> str:
         return "its keys and values are stored in 8 bits, which graphs cannot read"
     if drafter.binding.has_states:
         return "its target keeps recurrent states, which graphs for a CPU do not move on"
-    if device != "cpu":
+    if device != "cpu" or device in CAPTURES:
         return f"it runs on {device}, and graphs are kept for a CPU alone"
     if not graphs.may_pack:
         return f"its weights are quantized, or take more than {PACKED_BYTES >> 20} MiB, and graphs read a copy of them"
@@ -124,21 +125,6 @@ def _processor() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class LoadsKept(GraphMaker):
-    """A `GraphMaker` that compiles nothing: it has what lay in the folder when the generation began."""
-
-    packages: GraphPackages
-    names: frozenset[str]
-    failure = "a kept graph cannot be used (`eagle31 warmup` renews it)"
-
-    def can_make(self, key: GraphKey) -> bool:
-        return name_of(key) in self.names
-
-    def make(self, key: GraphKey, step: Step, inputs: tuple, outputs: Any) -> Step:
-        return self.packages.load(key, outputs)
-
-
-@dataclass(frozen=True)
 class CompilesAhead(GraphMaker):
     """A `GraphMaker` that lets what is not kept yet be compiled beside this process, and keeps it.
 
@@ -162,11 +148,10 @@ class CompilesAhead(GraphMaker):
         return True
 
     def make(self, key: GraphKey, step: Step, inputs: tuple, outputs: Any) -> Step:
-        if name_of(key) in self.packages.names():
-            with suppress(Exception):  # broken: made anew
-                loaded = self.packages.load(key, outputs)
-                if key in self.made or loaded.takes(tensors_of(inputs)):
-                    return loaded
+        with suppress(Exception):  # not there, or broken: made anew
+            loaded = self.packages.load(key, outputs)
+            if key in self.made or loaded.takes(tensors_of(inputs)):
+                return loaded
         if key not in self.begun:
             self.on_compile(key)
             self.begun[key] = self.packages.compile(key, step, inputs, self.processes)
@@ -180,23 +165,16 @@ class CompilesAhead(GraphMaker):
         try:
             with _one_thread():
                 meet(graphs)
-            while self._finish(graphs):
+            while self.begun:
+                graphs.forget(self.begun)  # their steps stood in for them
+                for key in [*self.begun]:
+                    self.begun.pop(key)()
+                    self.made.append(key)
                 meet(graphs)
+        except (OSError, RuntimeError) as failure:
+            graphs.give_up(failure, self.failure)
         finally:
             graphs.forget(self.begun)
-
-    def _finish(self, graphs: Graphs) -> bool:
-        """Wait for what is being compiled; whether there was anything that can be loaded from now on."""
-        begun = list(self.begun)
-        graphs.forget(begun)
-        try:
-            for key in begun:
-                self.begun.pop(key)()
-                self.made.append(key)
-        except Exception as failure:  # whatever a compiler stumbles over, texts must go on
-            graphs.give_up(failure, self.failure)
-            return False
-        return bool(begun)
 
 
 @contextmanager

@@ -13,14 +13,24 @@ import json
 import os
 import stat
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..steps import GraphKey, OtherInputsError, Step, buffers_of, over, tensors_in, with_tensors, without_tensors
+from ..steps import (
+    GraphKey,
+    GraphMaker,
+    OtherInputsError,
+    Step,
+    buffers_of,
+    over,
+    tensors_in,
+    with_tensors,
+    without_tensors,
+)
 from .compiler_processes import CompilerProcesses
 from .packed_weights import PackedWeights
 from .pieces import Code, PieceProgram, bound, dtype_of
@@ -29,25 +39,35 @@ from .torch_internals import load_package
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GraphPackages:
-    """Packages of one pair.
+@dataclass
+class GraphPackages(GraphMaker):
+    """Packages of one pair: a maker of the graphs that were whole when this was made.
 
     Args:
         folder: theirs alone.
         models: whose weights the steps read.
         layers: classes of the modules that are compiled once however often they occur.
         packed: weights as the steps read them.
+
+    Attributes:
+        names: of the graphs that were whole.
     """
 
     folder: Path
     models: nn.ModuleList
     layers: Collection[type]
     packed: PackedWeights
+    names: frozenset[str] = field(init=False)
+    failure = "a kept graph cannot be used (`eagle31 warmup` renews it)"
 
-    def names(self) -> frozenset[str]:
-        """Of the graphs that are whole."""
-        return frozenset(path.stem for path in self.folder.glob("*.json"))
+    def __post_init__(self) -> None:
+        self.names = frozenset(path.stem for path in self.folder.glob("*.json"))
+
+    def can_make(self, key: GraphKey) -> bool:
+        return name_of(key) in self.names
+
+    def make(self, key: GraphKey, step: Step, inputs: tuple, outputs: Any) -> Step:
+        return self.load(key, outputs)
 
     def load(self, key: GraphKey, outputs: Any) -> LoadedStep:
         """The graph of `key`, which gives such outputs.

@@ -43,11 +43,6 @@ class PackedWeights:
         self._packed: dict[tuple, Tensor] = {}  # by weights and number of rows
         self._copies: dict[tuple, Tensor] = {}  # by weights and layout, which many numbers of rows have in common
 
-    @property
-    def nbytes(self) -> int:
-        """What the copies take, by their elements."""
-        return sum(packed.numel() * packed.element_size() for packed in self._copies.values())
-
     def may_pack(self, weight: Any) -> bool:
         """Whether `weight` is a matrix of the pair, and of a precision that is packed."""
         matrix = isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_contiguous()
