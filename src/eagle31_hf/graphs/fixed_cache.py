@@ -16,13 +16,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from ..cache.graph_sizes import slot_bucket
 from ..cache.layers import SlotLayer
 from ..cache.masks import full_mask
 from ..cache.placement import Placement
 from ..cache.row_pool import RowPool
+from ..cache.slot_moves import DeviceCopies
 from ..cache.speculative import SpeculativeCache
 from ..cache.state_tape import Recorded
 from ..cache.states import BlockTrace, StateLayer
@@ -30,57 +31,39 @@ from ..drafting.host_numbers import on_device
 from ..errors import UnsupportedGenerationError
 
 
-class RunningBlock:
-    """Slots `(B, T)` of full layers that the running forward writes; a copy of the cache has not begun one."""
+class FixedPlacement(Placement):
+    """Of blocks whose slots are given, as a tensor, before each forward of a step."""
 
-    slots: Any = None
+    start = None  # type: ignore[assignment]
 
-    def __deepcopy__(self, memo: dict) -> RunningBlock:
-        return RunningBlock()
+    def place_at(self, slots: Tensor) -> None:
+        """The next forward is a chain that writes `slots (B, T)` of full layers. Host arithmetic only."""
+        rows, self.num_tokens = torch.arange(len(slots), device=slots.device)[:, None], slots.shape[1]
+        self._slots = DeviceCopies(rows, slots)
 
 
-class FixedLayer(CacheLayerMixin):
-    """The buffers of one `SlotLayer`; `ring` is where the block begins in a windowed one, `None` in a full one."""
-
-    is_compileable = False
-    is_sliding = False
-    is_croppable = True
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, block: RunningBlock, ring: int | None):
-        super().__init__()
-        self.block, self.ring = block, ring
+class FixedLayer(SlotLayer):
+    """The buffers of one `SlotLayer`, all of whose slots every query sees."""
 
     def take(self, layer: SlotLayer, num_slots: int) -> None:
         """Stand for the first slots of this layer's rows; its buffers may have more of either."""
         held, shape = self.keys, (layer.placement.batch_size, num_slots)
         stands = held is not None and (held.data_ptr(), held.stride()) == (layer.keys.data_ptr(), layer.keys.stride())
         if not stands or held.shape[::2] != shape:  # making views takes its time
-            self.keys, self.values = (buffer[: shape[0], :, :num_slots] for buffer in (layer.keys, layer.values))
-            self.is_initialized = True
+            self._replace_storages(buffer[: shape[0], :, :num_slots] for buffer in (layer.keys, layer.values))
+            self.device, self.is_initialized = layer.device, True
 
     @property
-    def buffers(self) -> list[Tensor]:
+    def step_buffers(self) -> list[Tensor]:
         """The buffers that steps read and write."""
-        return [self.keys, self.values] if self.is_initialized else []
+        return [*self.storages]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write the running block `(B, heads, T, D)`; return all slots `(B, heads, slots, D)`."""
-        if self.ring is None:
-            rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]  # (B, 1)
-            self.keys[rows, :, self.block.slots] = key_states.transpose(1, 2)  # (B, T, heads, D)
-            self.values[rows, :, self.block.slots] = value_states.transpose(1, 2)
-        else:
-            self.keys.narrow(2, self.ring, key_states.shape[2]).copy_(key_states)
-            self.values.narrow(2, self.ring, value_states.shape[2]).copy_(value_states)
+    def read(self) -> tuple[Tensor, Tensor]:
+        """All slots `(B, heads, slots, D)`."""
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
         raise UnsupportedGenerationError("a compiled forward cannot allocate; run an eager one first")
-
-    def get_max_length(self) -> int:
-        return -1
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         # The answer would be frozen into the graph: right this round, wrong in the next.
@@ -114,7 +97,7 @@ class FixedStates(StateLayer):
         return trace._replace(recorded=Recorded(trace.recorded.recurrence, tuple(inputs)))
 
     @property
-    def buffers(self) -> list[Tensor]:
+    def step_buffers(self) -> list[Tensor]:
         """What steps read, always in one order."""
         return self.state_buffers
 
@@ -125,13 +108,13 @@ class FixedStatefulLayer(FixedStates, FixedLayer):  # type: ignore[misc]
     is_compileable = False  # type: ignore[misc]
     is_croppable = False  # type: ignore[misc]
 
-    def __init__(self, placement: Placement, source: StateLayer, block: RunningBlock, ring: int | None):
-        FixedLayer.__init__(self, block, ring)
+    def __init__(self, placement: Placement, source: StateLayer, ring: int | None):
+        FixedLayer.__init__(self, placement, ring)
         FixedStates.__init__(self, placement, source)
 
     @property
-    def buffers(self) -> list[Tensor]:
-        return [*FixedLayer.buffers.__get__(self), *FixedStates.buffers.__get__(self)]
+    def step_buffers(self) -> list[Tensor]:
+        return [*self.storages, *self.state_buffers]
 
 
 class FixedShapeCache(Cache):
@@ -144,16 +127,16 @@ class FixedShapeCache(Cache):
     layers: list[FixedLayer | FixedStates]  # type: ignore[assignment]
 
     def __init__(self, source: SpeculativeCache):
-        self.block, self.kinds = RunningBlock(), source.kinds
-        self.placement = Placement(source.batch_size, source.block, source.device)
+        self.kinds = source.kinds
+        self.placement = FixedPlacement(source.batch_size, source.block, source.device)
         super().__init__(layers=[self._stand_in(layer) for layer in source.layers])
 
     def _stand_in(self, layer: Any) -> Any:
         if not isinstance(layer, StateLayer):
-            return FixedLayer(self.block, layer.ring)
+            return FixedLayer(self.placement, layer.ring)
         if not isinstance(layer, SlotLayer):
             return FixedStates(self.placement, layer)
-        return FixedStatefulLayer(self.placement, layer, self.block, layer.ring)
+        return FixedStatefulLayer(self.placement, layer, layer.ring)
 
     @property
     def with_states(self) -> list[FixedStates]:
@@ -163,17 +146,16 @@ class FixedShapeCache(Cache):
     def has_states(self) -> bool:
         return bool(self.with_states)
 
-    def place(self, num_tokens: int) -> None:
-        """A target's step is about to read a chain of so many tokens: layers with states ask. Host arithmetic only."""
-        if not self.has_states:
-            return
-        placement = self.placement
-        placement.set_lengths([1] * placement.batch_size)  # of states, all that counts is that they have begun
-        placement.num_tokens = num_tokens
-        placement.read_states(None, is_draft=True)
+    def at(self, slots: Tensor) -> FixedShapeCache:
+        """These buffers, whose next forward is a chain that writes `slots (B, T)` of full layers."""
+        self.placement.set_lengths([1] * len(slots))  # of states, all that counts is that they have begun
+        self.placement.place_at(slots)
+        if self.has_states:
+            self.placement.read_states(None, is_draft=True)
         for layer in self.with_states:
             layer.release_block()
             layer.has_previous_state = dict.fromkeys(range(layer.number_of_states), True)
+        return self
 
     def traces(self) -> tuple[BlockTrace, ...]:
         """What the step has left in each layer with states, which keep nothing of it."""
@@ -197,11 +179,6 @@ class FixedShapeCache(Cache):
                 # A layer that shares another's keys and values has none.
                 fixed.take(layer, num_slots if fixed.ring is None else layer.num_slots)
 
-    def at(self, slots: Tensor) -> FixedShapeCache:
-        """These buffers, written to at `slots (B, T)` of full layers from now on."""
-        self.block.slots = slots
-        return self
-
     @property
     def _attending(self) -> list[FixedLayer]:
         return [layer for layer in self.layers if isinstance(layer, FixedLayer) and layer.is_initialized]
@@ -215,7 +192,9 @@ class FixedShapeCache(Cache):
 
     def mask(self, dtype: torch.dtype, ancestors: Tensor | None = None) -> Tensor:
         """Made in the graph: `full_mask` of what is written, over all slots of full layers."""
-        return full_mask(self.block.slots, self._attending[0].keys.shape[2], ancestors, dtype)
+        keys = self._attending[0].keys
+        _, slots = self.placement.slots.on(keys.device)
+        return full_mask(slots, keys.shape[2], ancestors, dtype)
 
 
 class CommittedStates:

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.placement import Placement
-
 Step = Callable[..., Any]
 
 
@@ -96,11 +94,12 @@ def without_tensors(nested: Any) -> Any:
 
 def buffers_of(cache: Any) -> list[Tensor]:
     """Keys and values, or states, of each layer of a step's cache."""
-    return [buffer for layer in cache.layers for buffer in layer.buffers]
+    return [buffer for layer in cache.layers for buffer in layer.step_buffers]
 
 
 def over(cache: Any, buffers: Sequence[Tensor]) -> Any:
     """A step's cache like this one, over other buffers in the places of `buffers_of`."""
     known: dict[int, Any] = {id(old): new for old, new in zip(buffers_of(cache), buffers, strict=True)}
-    known[id(cache.placement)] = Placement(cache.placement.batch_size, cache.placement.block, torch.device("cpu"))
+    placement = cache.placement
+    known[id(placement)] = type(placement)(placement.batch_size, placement.block, torch.device("cpu"))
     return copy.deepcopy(cache, known)

@@ -170,7 +170,7 @@ def _verify(
     cache: FixedShapeCache,
 ) -> VerifiedBlock:
     """The step."""
-    cache.at(slots).place(tokens.shape[1])
+    cache.at(slots)
     if masks is None:
         masks = cache.masks(binding.compute_dtype, ancestors)
     output = binding.forward(tokens, slots[:, :1] + positions, masks, cache)
