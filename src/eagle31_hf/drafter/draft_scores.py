@@ -16,37 +16,13 @@ UNKNOWN = -1e4
 """Score of a token that cannot be drafted: below all others, and still above what a grammar forbids."""
 
 
-def draft_scores(
-    drafter: Eagle31Drafter,
-    processing: ScoreProcessing,
-    prefix: Callable[[int, Tensor], Tensor],
-    rows: Sequence[int],
-) -> DraftScores | None:
-    """Draft logits to processed scores, step by step; `None` where logits decide as they are: no processor changes
-    their order, or some are never shown drafts.
+class RowScores:
+    """One row's draft scores by the target's processors, shown root and drafts as plain decoding would: those that keep
+    state, a grammar's above all, are copied.
 
-    Args:
-        drafter: attached.
-        processing: the target's processors.
-        prefix: token ids `(1, t)` of the `b`-th row with its drafts `(n,)` behind them.
-        rows: the row of the whole batch each row is.
-    """
-    if processing.fits_draft_vocabulary or processing.in_order:
-        return None
-
-    def scores(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-        taken = _by_row(drafted, logits)
-        return processing.row_scores(lambda b: prefix(b, taken[b]), over_vocabulary(drafter, logits), rows)
-
-    return scores
-
-
-class InGrammar:
-    """One row's draft scores by copies of processors that keep state, shown root and drafts as plain decoding would.
-
-    Drafts that go astray cost time and never a token, so copies are not asked again once they have nothing to say: the
-    text has ended or nothing is allowed. Where copying or a copy raises, which only the originals may do to a caller,
-    the rest of the text is drafted without.
+    Drafts that go astray cost time and never a token, so processors are not asked again once they have nothing to say:
+    the text has ended or nothing is allowed. Where copying or a copy raises, which only the originals may do to a
+    caller, the rest of the text is drafted without.
 
     Args:
         processing: `can_fork`.
@@ -71,7 +47,7 @@ class InGrammar:
         self._is_silent = False
 
     def __call__(self, scores: Tensor, drafted: Tensor) -> Tensor:
-        """Processed draft scores `(1, V)` after drafts `(n,)`, or the scores as they are where no copy is asked."""
+        """Processed draft scores `(1, V)` after drafts `(n,)`, or the scores as they are where nothing is asked."""
         has_ended = len(drafted) > 0 and int(drafted[-1]) in self._eos_ids
         processed = None if has_ended or self._is_silent else self._ask(scores, drafted)
         self._is_silent = processed is None or not bool(processed.isfinite().any())
@@ -93,32 +69,28 @@ class InGrammar:
             return None
 
 
-def scores_in_grammars(drafter: Eagle31Drafter, scorers: Mapping[int, InGrammar]) -> DraftScores:
-    """Scores `(B, V)` of a batch of which the rows of `scorers` keep to a grammar; others' logits decide as they are.
+def draft_scores(drafter: Eagle31Drafter, scorers: Mapping[int, RowScores]) -> DraftScores:
+    """Draft logits to scores `(B, V)` of a batch of which the rows of `scorers` are processed; others' logits decide as
+    they are.
 
     A token the drafter does not know is drafted where the grammar allows nothing better, above all where it alone may
     come.
     """
 
     def scores(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-        spread = over_vocabulary(drafter, logits.float(), unknown=UNKNOWN)
-        taken = _by_row(drafted, logits)
+        spread = over_vocabulary(drafter, logits.float())
+        taken = torch.stack(list(drafted), 1) if drafted else logits.new_empty(len(logits), 0, dtype=torch.long)
         rows = [scorers[b](row[None], taken[b]) if b in scorers else row[None] for b, row in enumerate(spread)]
         return torch.cat(rows)
 
     return scores
 
 
-def _by_row(drafted: Sequence[Tensor], logits: Tensor) -> Tensor:
-    """`(B, n)` of drafts, each `(B,)`."""
-    return torch.stack(list(drafted), 1) if drafted else logits.new_empty(len(logits), 0, dtype=torch.long)
-
-
-def over_vocabulary(drafter: Eagle31Drafter, scores: Tensor, unknown: float = float("-inf")) -> Tensor:
-    """Scores `(B, Vd or V)` over the target's vocabulary; tokens that cannot be drafted get `unknown`."""
+def over_vocabulary(drafter: Eagle31Drafter, scores: Tensor) -> Tensor:
+    """Scores `(B, Vd or V)` over the target's vocabulary; tokens that cannot be drafted get `UNKNOWN`."""
     vocabulary, ids = drafter.vocabulary, drafter.draft_ids
     if ids is None or scores.shape[-1] == vocabulary:
         return scores
-    spread = scores.new_full((*scores.shape[:-1], vocabulary), unknown)
+    spread = scores.new_full((*scores.shape[:-1], vocabulary), UNKNOWN)
     spread[..., ids] = scores
     return spread

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..drafter.draft_scores import draft_scores
+from ..drafter.draft_scores import RowScores, draft_scores
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import DraftChoice, draft_chain
 from ..drafter.session import DraftSession, positions_read_at_once
@@ -96,13 +96,15 @@ class Eagle31CandidateGenerator(CandidateGenerator):
     def _draft(self, input_ids: Tensor, session: DraftSession) -> Tensor:
         """`(n,)` tokens to come, none where the text is about to end or the drafter's scores are no numbers."""
 
-        def prefix(_row: int, drafted: Tensor) -> Tensor:
+        def prefix(drafted: Tensor) -> Tensor:
             return torch.cat((input_ids[0], drafted))[None]
 
         depth = min(self.shape.depth, self.generation_config.max_length - input_ids.shape[1] - 1)
         if depth < 1 or bool(session.root.logits.isnan().any()):
             return input_ids.new_empty(0)
-        choice = DraftChoice(draft_scores(self.drafter, self.processing, prefix, [0]))
+        row = RowScores(self.processing, prefix, 0, eos_ids=frozenset(), report=self.stats.fall_back)
+        asks = self.processing.can_fork and not self.processing.in_order
+        choice = DraftChoice(draft_scores(self.drafter, {0: row}) if asks else None)
         roots, shape = input_ids[:, -1], self.shape.cut_to(depth)
         return self._up_to_end(draft_chain(session.root, session.step, session.draft_ids, roots, shape, choice)[0, 1:])
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..drafter.assistant import Assistant
-from ..drafter.draft_scores import InGrammar, draft_scores, scores_in_grammars
+from ..drafter.draft_scores import RowScores, draft_scores
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.dynamic import grow_tree
 from ..drafter.propose import DraftChoice, DraftScores, draft_chain
@@ -270,20 +270,15 @@ def _draft_choice(batch: RoundBatch, drafter: Eagle31Drafter, depth: int) -> Dra
     noise = batch.choosing.noise_for(batch, depth)
     if batch.plan.shape.is_tree:  # processors that look at prefixes would be asked at each node
         return DraftChoice(None, noise)
-    if rule is None or rule.fails_alone or rule.processing.can_fork:
-        return DraftChoice(_scores_by_row(batch, drafter), noise)
-
-    def prefix(b: int, drafted: Tensor) -> Tensor:
-        return batch.sequences.prefix(batch.rows[b], drafted)
-
-    return DraftChoice(draft_scores(drafter, rule.processing, prefix, batch.rows), noise)
+    return DraftChoice(_scores_by_row(batch, drafter), noise)
 
 
 def _scores_by_row(batch: RoundBatch, drafter: Eagle31Drafter) -> DraftScores | None:
-    """Drafts of each row keep to its grammar, or what else of it may be copied, and to how its tokens are drawn."""
+    """Drafts of each row keep to its grammar, or what else of its processors may be shown drafts, and to how its tokens
+    are drawn. Of rows that fail alone only grammars are asked: others would cost more than they bring."""
     rules = batch.rules
     scorers = {
-        b: InGrammar(
+        b: RowScores(
             rule.processing,
             partial(batch.sequences.prefix, batch.rows[b]),
             rule.rows[b],
@@ -291,11 +286,11 @@ def _scores_by_row(batch: RoundBatch, drafter: Eagle31Drafter) -> DraftScores | 
             report=batch.choosing.stats.fall_back,
         )
         for rule in rules
-        if rule.processing.can_fork
+        if rule.processing.can_fork and (rule.processing.in_order or not rule.fails_alone)
         for b in rule.places
         if b in batch.live
     }
-    by_row = scores_in_grammars(drafter, scorers) if scorers else None
+    by_row = draft_scores(drafter, scorers) if scorers else None
     if by_row is None and not any(rule.draws for rule in rules):
         return None
 

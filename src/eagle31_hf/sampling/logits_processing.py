@@ -169,15 +169,15 @@ class ScoreProcessing:
 
     @property
     def can_fork(self) -> bool:
-        """Whether some are `in_order`, and drafts may be shown to copies of all of those."""
-        return not self.forks_no_more and bool(self._ways_to_fork)
+        """Whether some look at prefixes, and drafts may be shown to them: to copies of those that are `in_order`."""
+        return not self.forks_no_more and not self.fits_draft_vocabulary and bool(self._ways_to_fork)
 
     @cached_property
     def _ways_to_fork(self) -> list[Callable[[], Any]]:
         """Of all processors, those that need no copy among them; none if one cannot be copied."""
         ways = [_way_to_fork(each) if self._moves(each) else partial(_itself, each) for each in self.processors]
         known = [way for way in ways if way is not None]
-        return known if self._moving and len(known) == len(ways) else []
+        return known if len(known) == len(ways) else []
 
     def fork(self) -> ScoreProcessing:
         """The same processors, copies of those `in_order`: what these are shown the originals never see."""
