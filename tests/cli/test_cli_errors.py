@@ -118,7 +118,6 @@ REFUSED = {
     "plan {target} --card '2x RTX 4090'": ONE_CARD,
     "generate --prompt x --memory auto --card 'RTX 4090' --card 'RTX 3090'": ONE_CARD,
     "plan {target} --card 'RTX 9999'": "RTX 4090",
-    "plan {target} --card 'Voodoo 2, Voodoo 3'": "not known",
     "plan {target} --card 'RTX 5090 laptop'": r"did you mean RTX 5090\?",
     "generate --prompt x --context 512": "got --context without a plan.*--memory auto, or leave it out",
     "chat --context 512 --card 'RTX 4090'": "got --card and --context",

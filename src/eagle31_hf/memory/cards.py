@@ -128,12 +128,9 @@ def one_card(cards: Sequence[str]) -> str | None:
 
 def _several(card: str) -> list[str]:
     """`"2x RTX 4090"` and `"RTX 4090, RTX 3090"` are two."""
-    number = re.fullmatch(r"\s*(\d{1,2})\s*[x×*]\s*(\D.*)", card)
-    if number:
+    if number := re.fullmatch(r"\s*(\d{1,2})\s*[x×*]\s*(\D.*)", card):
         return [number[2].strip()] * int(number[1])
-    parts = [part.strip() for part in re.split(r"[,;+&]|\band\b", card) if part.strip()]
-    known = {_key(name) for name in CARDS}
-    return parts if all(_key(part) in known for part in parts) else [card]
+    return [part.strip() for part in re.split(r"[,;+&]|\band\b", card) if part.strip()]
 
 
 def find_card(card: str | int | Card | None) -> Card:

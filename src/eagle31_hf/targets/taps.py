@@ -56,11 +56,6 @@ class HiddenStateTaps:
         """Whether this thread's forwards are being watched."""
         return self._catches if torch.compiler.is_compiling() else threading.get_ident() in self._caught
 
-    @property
-    def are_empty(self) -> bool:
-        """Whether nothing is held back, of any thread."""
-        return not self._caught_in_graphs and not any(self._caught.values())
-
     @contextmanager
     def open(self) -> Iterator[None]:
         """While open, this thread's forwards leave their hidden states to `take`."""
