@@ -12,20 +12,20 @@ import torch
 from eagle31_hf.cli.pairs import PairSource, load_pair
 from eagle31_hf.drafter import loading
 from eagle31_hf.targets import devices
-from eagle31_hf.targets.devices import cpu_arithmetic, precision_advice, precision_caution, quick_dtype, warn_once
+from eagle31_hf.targets.devices import precision_caution, quick_dtype, warn_once
 from helpers import DEMO_DRAFTER, MODELS
 
-PROCESSORS = {  # what they announce; their bfloat16 arithmetic; what bfloat16 and float16 are computed in
-    "Zen 3": ("flags\t\t: fpu fma avx avx2 sha_ni", "", torch.float32, torch.float32),
-    "Cooper Lake": ("flags\t\t: avx2 avx512f avx512_bf16", "avx512_bf16", torch.bfloat16, torch.float32),
-    "Sapphire Rapids": ("flags\t\t: avx512_bf16 avx512_fp16 amx_bf16", "amx_bf16", torch.bfloat16, torch.float16),
-    "Graviton 3": ("Features\t: fp asimd asimdhp svebf16 bf16", "svebf16", torch.bfloat16, torch.float16),
-    "Cortex-A72": ("Features\t: fp asimd evtstrm crc32", "", torch.float32, torch.float32),
+PROCESSORS = {  # what they announce; what bfloat16 and float16 are computed in
+    "Zen 3": ("flags\t\t: fpu fma avx avx2 sha_ni", torch.float32, torch.float32),
+    "Cooper Lake": ("flags\t\t: avx2 avx512f avx512_bf16", torch.bfloat16, torch.float32),
+    "Sapphire Rapids": ("flags\t\t: avx512_bf16 avx512_fp16 amx_bf16", torch.bfloat16, torch.float16),
+    "Graviton 3": ("Features\t: fp asimd asimdhp svebf16 bf16", torch.bfloat16, torch.float16),
+    "Cortex-A72": ("Features\t: fp asimd evtstrm crc32", torch.float32, torch.float32),
 }
 
 
 @pytest.fixture(params=PROCESSORS)
-def processor(request, tmp_path: Path, monkeypatch) -> tuple[str, torch.dtype, torch.dtype]:
+def processor(request, tmp_path: Path, monkeypatch) -> tuple[torch.dtype, torch.dtype]:
     text, *answers = PROCESSORS[request.param]
     facts = tmp_path / "cpuinfo"
     facts.write_text(f"processor\t: 0\n{text}\n", encoding="ascii")
@@ -34,8 +34,7 @@ def processor(request, tmp_path: Path, monkeypatch) -> tuple[str, torch.dtype, t
 
 
 def test_a_processor_computes_in_what_it_announces(processor) -> None:
-    arithmetic, dtype, half = processor
-    assert cpu_arithmetic(torch.bfloat16) == arithmetic
+    dtype, half = processor
     assert quick_dtype(torch.bfloat16, "cpu") is dtype
     assert quick_dtype(torch.float16, "cpu") is half
     assert quick_dtype(torch.float32, "cpu") is torch.float32
@@ -43,7 +42,6 @@ def test_a_processor_computes_in_what_it_announces(processor) -> None:
 
 def test_where_the_system_does_not_say_weights_stay_as_they_are(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(devices, "PROCESSOR_FACTS", tmp_path / "nothing")
-    assert cpu_arithmetic(torch.bfloat16) is None
     assert quick_dtype(torch.bfloat16, "cpu") is torch.bfloat16
 
 
@@ -54,7 +52,7 @@ def test_a_gpu_before_ampere_computes_in_float16(monkeypatch, capability, dtype)
 
 
 def test_the_owner_of_a_slow_model_is_told_once(processor, caplog) -> None:
-    _, dtype, _ = processor
+    dtype, _ = processor
     warn_once.cache_clear()
     model = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu"))
     with caplog.at_level(logging.WARNING):
@@ -65,16 +63,6 @@ def test_the_owner_of_a_slow_model_is_told_once(processor, caplog) -> None:
     assert all("Load it with dtype=torch.float32 (twice the memory)" in line for line in said)
     model.hf_quantizer = object()
     assert not precision_caution(model), "packed weights are computed in what their format says"
-
-
-def test_the_doctor_knows_of_a_quicker_type_than_float32(processor) -> None:
-    arithmetic, dtype, _ = processor
-    model = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
-    advice = precision_advice(model)
-    assert bool(advice) == (dtype is torch.bfloat16)
-    assert arithmetic in advice
-    model.dtype = torch.bfloat16
-    assert precision_advice(model) == precision_caution(model)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ..drafter.replay import TargetText, read_text
 from ..errors import count
 from ..stats import USELESS_LENGTH
 from ..targets.binding import TargetBinding
-from ..targets.devices import precision_advice, precision_caution
+from ..targets.devices import precision_caution
 from ..targets.fresh_drafter import trained_context
 from ..targets.quantized import holds_packed_weights
 from ..texts.prompts import Prompt
@@ -266,8 +266,8 @@ def _precision(binding: TargetBinding) -> Finding:
     if holds_packed_weights(binding.model):
         advice = "a drafter trained on the unquantised target accepts a little less; `eagle31 train --quantization` "
         return Finding("precision", "note", f"the target is quantised, computing in {dtype}", f"{advice}mends that")
-    level: Level = "note" if precision_caution(binding.model) else "ok"
-    return Finding("precision", level, f"target in {dtype}", precision_advice(binding.model))
+    caution = precision_caution(binding.model)
+    return Finding("precision", "note" if caution else "ok", f"target in {dtype}", caution)
 
 
 def _verification(binding: TargetBinding) -> Finding:

@@ -17,7 +17,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 PROCESSOR_FACTS = Path("/proc/cpuinfo")
-ARITHMETIC = {  # by type: flags (x86) and features (Arm) of processors that multiply it themselves, the best first
+ARITHMETIC = {  # by type: flags (x86) and features (Arm) of processors that multiply it themselves
     torch.bfloat16: ("amx_bf16", "avx512_bf16", "svebf16", "bf16"),
     torch.float16: ("amx_fp16", "avx512_fp16", "asimdhp"),
 }
@@ -30,25 +30,19 @@ PRECISIONS = ("auto", "stored", *SHORT_NAMES.values(), *SHORT_NAMES)
 """What can be chosen by name."""
 
 
-def cpu_arithmetic(dtype: torch.dtype) -> str | None:
-    """Name of the instructions this CPU multiplies `dtype` with.
-
-    Returns:
-        str | None: empty if it has none (every CPU has float32's), `None` if the system does not say.
-    """
-    if dtype not in ARITHMETIC:
-        return "native"
+def is_emulated(dtype: torch.dtype) -> bool:
+    """Whether this CPU has no arithmetic of its own for `dtype`; false where the system does not say."""
     try:
-        announced = set(PROCESSOR_FACTS.read_text(encoding="ascii", errors="replace").lower().split())
+        announced = PROCESSOR_FACTS.read_text(encoding="ascii", errors="replace").lower().split()
     except OSError:  # not Linux
-        return None
-    return next((name for name in ARITHMETIC[dtype] if name in announced), "")
+        return False
+    return dtype in ARITHMETIC and set(announced).isdisjoint(ARITHMETIC[dtype])
 
 
 def quick_dtype(stored: torch.dtype, device: torch.device | str) -> torch.dtype:
     """What weights stored as `stored` are computed in quickest: their own type, unless the device has to emulate it."""
     device = torch.device(device)
-    if device.type == "cpu" and cpu_arithmetic(stored) == "":
+    if device.type == "cpu" and is_emulated(stored):
         return torch.float32
     is_bfloat16 = stored is torch.bfloat16
     if device.type == "cuda" and is_bfloat16 and torch.cuda.get_device_capability(device) < FIRST_BFLOAT16_CUDA:
@@ -68,20 +62,6 @@ def precision_caution(model: Any) -> str:
         f"the target is in {kind}, which {place} has no arithmetic of its own for: verifying several tokens at once is "
         f"slow, and drafts bring less. Load it with dtype=torch.{better}"
         + (" (twice the memory)" if quick.itemsize > dtype.itemsize else "")
-    )
-
-
-def precision_advice(model: Any) -> str:
-    """What its owner may try: `precision_caution`, or a quicker type than float32 where the processor has one."""
-    caution = precision_caution(model)
-    if caution or model.dtype is not torch.float32 or model.device.type != "cpu":
-        return caution
-    instructions = cpu_arithmetic(torch.bfloat16)
-    if not instructions:
-        return ""
-    return (
-        f"this processor multiplies bfloat16 itself ({instructions}): dtype=torch.bfloat16 takes half the memory and "
-        "is mostly quicker, with its own rounding; `eagle31 bench --dtype` measures both"
     )
 
 
