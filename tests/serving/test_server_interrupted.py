@@ -14,6 +14,7 @@ import httpx2
 import openai
 import pytest
 
+from eagle31_hf import NoDrafter
 from loopback import MESSAGES, MODEL, QUESTION, SIZES, chat, error_of, serving
 
 
@@ -46,7 +47,8 @@ def test_a_full_queue_says_when_to_come_back(pair):
 
 
 def test_a_server_that_is_stopped_finishes_what_runs(pair):
-    with serving(pair, stopping={"grace_s": 20.0}) as made:
+    """Of a target without a drafter, too."""
+    with serving(pair._replace(drafter=NoDrafter(pair.target)), stopping={"grace_s": 20.0}) as made:
         client = made.client()
         stream = chat(client, stream=True)
         pieces = iter(stream)

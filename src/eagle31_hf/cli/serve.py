@@ -168,11 +168,9 @@ def _context(pair: LoadedPair, asked: int | None) -> int:
     if pair.plan is not None:
         return pair.plan.settings.context
     trained = trained_context(pair.target.config)
-    if asked is not None and asked > (trained or asked):
+    if asked and trained and asked > trained:
         raise ConfigurationError(f"got --context {asked}, but {pair.name} was made for texts of {trained} tokens")
-    if asked is not None:
-        return asked
-    return min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)
+    return asked or min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)
 
 
 def _prefill_chunk(pair: LoadedPair) -> int:
