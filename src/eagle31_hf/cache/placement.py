@@ -61,13 +61,13 @@ class Placement:
         self.reserved_slots = 0  # slots a full layer must own
         self.reserved_rows = batch_size  # rows that buffers have, of which the first are live
         self.row_changes = 0  # how often rows have joined, left or changed places
-        self.set_batch(batch_size)
+        self.set_rows([0] * batch_size)
 
-    def set_batch(self, batch_size: int) -> None:
-        """So many empty rows."""
+    def set_rows(self, lengths: list[int]) -> None:
+        """Other rows than before, of so many tokens."""
         self.row_changes += 1
-        self._lengths_tensor = torch.zeros(batch_size, dtype=torch.long, device=self.device)
-        self.set_lengths([0] * batch_size)
+        self._lengths_tensor = torch.zeros(len(lengths), dtype=torch.long, device=self.device)
+        self.set_lengths(lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Committed tokens of each row from now on."""

@@ -4,7 +4,7 @@ All rows are allocated once. The first `batch_size` are live: forwards see them 
 places with the last live one and stays where it then lies, parked, until a row that joins needs the place. What is
 parked can be read (`copy_row`): a text that begins as a parked one need not be computed again.
 
-    places    0 .. batch_size-1     batch_size .. num_rows-1
+    places    0 .. batch_size-1     batch_size .. reserved_rows-1
               live                  parked, or never used
 """
 
@@ -21,9 +21,8 @@ class RowPool(SpeculativeCache):
 
     def __init__(self, *args: Any, batch_size: int, **kwargs: Any):
         super().__init__(*args, batch_size=batch_size, **kwargs)
-        self.num_rows = batch_size
         self._parked: dict[int, int] = {}  # lengths, by place
-        self._set_live([])
+        self.placement.set_rows([])
 
     def row_length(self, place: int) -> int:
         """Tokens of a live or parked row; 0 where nothing lies."""
@@ -44,14 +43,14 @@ class RowPool(SpeculativeCache):
             MemoryPlanError: all rows are live.
         """
         place = self.batch_size
-        if place == self.num_rows:
-            raise MemoryPlanError(f"all {self.num_rows} rows are taken; one has to leave before another joins")
+        if place == self.placement.reserved_rows:
+            raise MemoryPlanError(f"all {place} rows are taken; one has to leave before another joins")
         (length,) = source.lengths
         self._parked.pop(place, None)  # first: a copy that fails may have written over a part of what is parked there
-        if self.num_rows == 1:
+        if self.placement.reserved_rows == 1:
             self._shrink()
         copy_row(source, 0, self, place, length)
-        self._set_live([*self.lengths, length])
+        self.placement.set_rows([*self.lengths, length])
         return place
 
     def _shrink(self) -> None:
@@ -69,19 +68,15 @@ class RowPool(SpeculativeCache):
                 rows[place].copy_(rows[last])
                 rows[last].copy_(kept)
         self._parked[last], lengths[place] = lengths[place], lengths[last]
-        self._set_live(lengths[:-1])
+        self.placement.set_rows(lengths[:-1])
         return last
-
-    def _set_live(self, lengths: list[int]) -> None:
-        self.placement.set_batch(len(lengths))
-        self.placement.set_lengths(lengths)
 
     def empty(self) -> None:
         """No row is live or parked, and nothing of what was ever written is left."""
-        for place in range(self.num_rows):
+        for place in range(self.placement.reserved_rows):
             wipe_row(self, place)
         self._parked.clear()
-        self._set_live([])
+        self.placement.set_rows([])
 
 
 def resume_row(cache: SpeculativeCache, pool: RowPool, place: int, length: int) -> None:

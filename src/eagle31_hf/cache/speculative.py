@@ -273,8 +273,7 @@ class SpeculativeCache(Cache):
                     tensor[place].copy_(tensor[row])
         lengths, offsets = self.lengths, self.position_offsets
         self.offset_positions(None if offsets is None else offsets[:, rows])
-        self.placement.set_batch(len(rows))
-        self.placement.set_lengths([lengths[row] for row in rows])
+        self.placement.set_rows([lengths[row] for row in rows])
 
     # In and out ------------------------------------------------------------------------------------------------------
 

@@ -171,7 +171,7 @@ class FixedShapeCache(Cache):
             num_slots: of full layers that graphs look at.
         """
         if source.batch_size != self.placement.batch_size:
-            self.placement.set_batch(source.batch_size)
+            self.placement.set_rows([0] * source.batch_size)
         for fixed, layer in zip(self.layers, source.layers, strict=True):
             if isinstance(fixed, FixedStates) and isinstance(layer, StateLayer):
                 fixed.take_states(layer)
@@ -213,7 +213,7 @@ class CommittedStates:
     def follow(self, sources: Sequence[StateLayer]) -> None:
         """Take the states that these layers have now."""
         if (rows := sources[0].placement.batch_size) != self.placement.batch_size:
-            self.placement.set_batch(rows)
+            self.placement.set_rows([0] * rows)
         for layer, source in zip(self.layers, sources, strict=True):
             layer.take_states(source)
 

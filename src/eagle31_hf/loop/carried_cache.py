@@ -10,9 +10,8 @@ record at all) are read again by target and drafter. Where plain decoding takes 
 cache of another text is emptied (`forget_other_text`).
 
 A drafter that has read less starts midway. It needs no position offset: its rotary positions count only as differences.
-It sees less
-context, so fewer of its drafts may be accepted; the text is the target's either way. Reading the history again for the
-drafter's sake alone would cost the very prefill that the cache saves.
+It sees less context, so fewer of its drafts may be accepted; the text is the target's either way. Reading the history
+again for the drafter's sake alone would cost the very prefill that the cache saves.
 
 The user's cache is refilled when the turn has ended: an interrupted turn leaves it as it was.
 """
