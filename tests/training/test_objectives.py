@@ -13,12 +13,7 @@ from torch.utils.data import default_collate
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.training.data import (
-    Document,
-    PackedBatch,
-    PackedDocuments,
-    pack_row,
-)
+from eagle31_hf.training.data import Document, PackedBatch, PackedDocuments, pack_row
 from eagle31_hf.training.objectives import TOKEN_WEIGHT, AcceptanceModel, cross_entropy, require_stage_two
 from helpers import CONFIGS, random_drafter, random_target, seeded
 

@@ -13,12 +13,7 @@ from rich.console import Console
 from eagle31_hf.errors import TrainingError
 from eagle31_hf.stats import Acceptance
 from eagle31_hf.training.progress import StopRequest, describe_kept, open_folder
-from eagle31_hf.training.report import (
-    StageResult,
-    TrainingPlan,
-    TrainingReport,
-    learning_curve,
-)
+from eagle31_hf.training.report import StageResult, TrainingPlan, TrainingReport, learning_curve
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.writing import KeptLines
 
