@@ -66,17 +66,12 @@ def _read_source(source: str, limit: int | None) -> list[Prompt]:
         suite, place = "", source
     found = tables(place, ("test", "validation", "train"))
     rows = [(row, suite or name, where, str(number)) for _, name, each in found for number, where, row in each]
-    prompts = [_prompt(*row) for row in evenly(rows[: MT_BENCH_ROWS if suite == "mt-bench" else None], limit)]
+    rows = rows[: MT_BENCH_ROWS if suite == "mt-bench" else None]
+    asked = min(limit or len(rows), len(rows))
+    prompts = [_prompt(*rows[index * len(rows) // asked]) for index in range(asked)]
     if not prompts:
         raise TrainingError(f"the prompts {place!r} are empty; wanted one JSON object per line")
     return prompts
-
-
-def evenly(rows: Sequence[Any], limit: int | None) -> list[Any]:
-    """At most `limit` of them, evenly spaced, the first among them."""
-    if limit is None or limit >= len(rows):
-        return list(rows)
-    return [rows[index * len(rows) // limit] for index in range(limit)]
 
 
 def _prompt(row: Any, suite: str, where: str, number: str) -> Prompt:

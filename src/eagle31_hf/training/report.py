@@ -32,9 +32,7 @@ from .objectives import DistillationModel
 from .settings import TrainingSettings, flag
 from .trainer import DRAFT_TOKENS
 
-PACKAGES = ("torch", "transformers")
-_OF_THIS_MACHINE = ("out", "resume", "fresh", "device", "report_to")
-_ITS_NAMES = ("license", "target_id")
+_NO_PART_OF_A_RECIPE = ("out", "resume", "fresh", "device", "report_to", "license", "target_id")
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,7 @@ def recipe_of(settings: TrainingSettings) -> dict[str, str]:
     """The options that decide what is learned, with the names others know texts by."""
     recipe = {}
     for name, value in vars(settings).items():
-        if name not in (*_OF_THIS_MACHINE, *_ITS_NAMES) and value not in (None, ()):
+        if name not in _NO_PART_OF_A_RECIPE and value not in (None, ()):
             items = value if isinstance(value, tuple) else (value,)
             recipe[name] = ", ".join(published_name(str(item)) for item in items)
     return recipe
@@ -235,7 +233,7 @@ def make_record(report: TrainingReport, settings: TrainingSettings, recipes: Rec
             f"{count(report.plan.prompts, 'held-out prompt')}, greedy, chain of {DRAFT_TOKENS} draft tokens along the "
             f"target's own texts of at most {count(settings.eval_new_tokens, 'token')}; prefill not counted."
         ),
-        "versions": {"eagle31-hf": __version__, **{name: version(name) for name in PACKAGES}},
+        "versions": {"eagle31-hf": __version__} | {name: version(name) for name in ("torch", "transformers")},
         **{name: value for name, value in report.to_dict().items() if name != "folder"},
     }
 
