@@ -39,25 +39,18 @@ class ServerMetrics(Collector):
         totals, stats = scheduler.totals, batch.stats
         drafts = {kind: totals[kind] for kind in ("drafted", "accepted")}
         tokens = {kind: totals[f"{kind}_tokens"] for kind in ("prompt", "cached", "completion")}
-        seconds = {phase: getattr(stats, f"{phase}_s") for phase in ("prefill", "draft", "verify")}
         for name, what, label, values in (
             ("requests", "Texts that have ended, by how", "finish", dict(scheduler.requests)),
             ("tokens", "Tokens of texts that have ended, by kind", "kind", tokens),
             ("draft_tokens", "Draft tokens verified, and accepted", "kind", drafts),
-            ("seconds", "Host seconds of the engine, by phase", "phase", seconds),
         ):
             family = CounterMetricFamily(f"eagle31_{name}", what, labels=[label])
-            for kind, value in values.items():
-                family.add_metric([kind], value)
+            for kind, count in values.items():
+                family.add_metric([kind], count)
             yield family
         for kind_of, name, what, value in (
             (CounterMetricFamily, "rounds", "Verification passes", stats.passes),
-            (
-                CounterMetricFamily,
-                "rounds_without_drafts",
-                "Passes at rest: drafts cost more",
-                stats.skipped_rounds,
-            ),
+            (CounterMetricFamily, "rounds_without_drafts", "Passes at rest: drafts cost more", stats.skipped_rounds),
             (CounterMetricFamily, "text_rounds", "Passes of texts that have ended, each text's own", totals["rounds"]),
             (GaugeMetricFamily, "acceptance_length", "Mean tokens a text gets per pass", stats.acceptance_length),
             (GaugeMetricFamily, "texts_running", "Texts being read or written", scheduler.running),
