@@ -11,14 +11,7 @@ from transformers import LlamaForCausalLM
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.training import objectives
 from eagle31_hf.training.data import Document, PackedDocuments
-from eagle31_hf.training.objectives import (
-    DistillationModel,
-    answering,
-    compute_features,
-    cross_entropy,
-    make_teacher,
-    unroll,
-)
+from eagle31_hf.training.objectives import DistillationModel, answering, compute_features, cross_entropy, unroll
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +76,18 @@ def test_hits_are_the_targets_likeliest_tokens(target) -> None:
     features = compute_features(drafter.binding, batch.input_ids, batch.position_ids)
     rows = answering(batch, batch.loss_mask[:, 1:]).flatten().nonzero().squeeze(1)
     logits = features.logits.flatten(0, 1)
-    teacher = make_teacher(drafter, logits, rows)
+    model = DistillationModel(drafter, steps=1)
+    teacher = model.teach(batch, logits, rows)
     likeliest, learned = logits[rows].argmax(-1), teacher.best >= 0
     assert torch.equal(learned, torch.isin(likeliest, drafter.draft_ids))
     assert torch.equal(drafter.draft_ids[teacher.best[learned]], likeliest[learned])
     # Drafting from the teacher's own states: every hit is one, and no other.
     first = next(unroll(drafter, batch, features.aux, 1)).flatten(0, 1)[rows - 1]
     hits = drafter.draft_logits(first).argmax(-1) == teacher.best
-    found = DistillationModel(drafter, steps=1)(**vars(batch))
+    found = model(**vars(batch))
     assert (found.correct.tolist(), found.counts.tolist()) == ([int(hits.sum())], [int(learned.sum())])
     drafter._draft_ids = drafter.draft_ids.flip(0)  # a published mapping need not ascend
-    flipped = make_teacher(drafter, logits, rows).best[learned]
+    flipped = model.teach(batch, logits, rows).best[learned]
     assert torch.equal(flipped, len(drafter.draft_ids) - 1 - teacher.best[learned])
 
 

@@ -133,16 +133,6 @@ def answering(batch: PackedBatch, learned: Tensor) -> Tensor:
     return here
 
 
-def make_teacher(drafter: Eagle31Drafter, target_logits: Tensor, rows: Tensor) -> Teacher:
-    """What `drafter` is taught by `rows (M,)` of flat target logits `(B*T, V)`."""
-    row_of, log_probs, best = rows_of_ids(drafter), [], []
-    for block in rows.split(rows_at_once(target_logits)):
-        logits = target_logits[block].float()
-        best.append(row_of[argmax(logits)])
-        log_probs.append(of_drafts(logits.log_softmax(-1), drafter.draft_ids))
-    return Teacher(rows, torch.cat(log_probs), torch.cat(best))
-
-
 def of_drafts(values: Tensor, draft_ids: Tensor | None) -> Tensor:
     """Those `(N, Vd)` of the tokens that can be drafted, of `values (N, V)`."""
     return values if draft_ids is None else values.index_select(1, draft_ids)
@@ -252,8 +242,13 @@ class DistillationModel(nn.Module):
         return torch.ones_like(counted)
 
     def teach(self, batch: PackedBatch, target_logits: Tensor, rows: Tensor) -> Teacher:
-        """What is taught at the flat positions `rows (M,)` that are counted."""
-        return make_teacher(self.drafter, target_logits, rows)
+        """What flat target logits `(B*T, V)` teach at the positions `rows (M,)` that are counted."""
+        row_of, log_probs, best = rows_of_ids(self.drafter), [], []
+        for block in rows.split(rows_at_once(target_logits)):
+            logits = target_logits[block].float()
+            best.append(row_of[argmax(logits)])
+            log_probs.append(of_drafts(logits.log_softmax(-1), self.drafter.draft_ids))
+        return Teacher(rows, torch.cat(log_probs), torch.cat(best))
 
     def judge(self, states: Tensor, inside: Tensor, teacher: Teacher) -> tuple[Tensor, ...]:
         """Of one step: token loss, hits and positions, summed over the states `(M, H)` that are `inside`."""
@@ -310,7 +305,7 @@ class AcceptanceModel(DistillationModel):
 
     def teach(self, batch: PackedBatch, target_logits: Tensor, rows: Tensor) -> Teacher:
         """With the tokens that were written, and the distributions they were drawn from."""
-        teacher = make_teacher(self.drafter, target_logits, rows)
+        teacher = super().teach(batch, target_logits, rows)
         written_at, served = batch.written_at.flatten()[rows], torch.zeros_like(teacher.log_probs)
         sampled = []
         for temperature in written_at[written_at > 0].unique().tolist():
