@@ -262,7 +262,6 @@ PAST_THE_VERSION: dict[str, Callable[[Any], object]] = {  # as tokens' embedding
 @pytest.mark.parametrize("change", [*OF_WEIGHTS, *PAST_THE_VERSION])
 def test_a_change_of_weights_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seen, "CHUNK", 64)
-    monkeypatch.setattr(seen, "SAMPLE", 256)  # of matrices two rows, not all
     net = network()
     contents, versions = (SeenWeights(weights_of(net), by_content=content) for content in (True, False))
     assert contents.are_still(weights_of(net))

@@ -272,16 +272,13 @@ def weights_of(*modules: nn.Module) -> list[Tensor]:
 CHUNK = 1024
 """Bytes whose sum is compared."""
 
-SAMPLE = 2**14
-"""Bytes on either side of the middle of a weight's memory that are compared one by one: more than a row has."""
-
 
 class SeenWeights:
     """Weights as they were when this was made.
 
     Of the memory they lie in the sum of each chunk's words is compared: any one element changes it, and rows that
-    change places are seen. Columns that do so leave most sums alone, so some rows are compared byte by byte. It takes
-    as long as reading all weights from memory does.
+    change places are seen. Columns that do so leave most sums alone, so a row in the middle is compared byte by byte.
+    It takes as long as reading all weights from memory does.
 
     Args:
         weights: the tensors.
@@ -293,12 +290,14 @@ class SeenWeights:
         self._versions = [version_of(tensor) for tensor in weights]
         self._chunks: list[Tensor] = []  # views: words (n, CHUNK / 8)
         self._samples: list[Tensor] = []  # and bytes (n,)
-        storages = [tensor.untyped_storage() for tensor in weights] if by_content else []
-        for storage in {storage.data_ptr(): storage for storage in storages}.values():
-            memory = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        for tensor in (
+            {tensor.untyped_storage().data_ptr(): tensor for tensor in weights}.values() if by_content else ()
+        ):
+            memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
             count, middle = len(memory) // CHUNK, len(memory) // 2
             self._chunks.append(memory[: count * CHUNK].view(count, CHUNK).view(torch.int64))
-            self._samples += memory[count * CHUNK :], memory[max(middle - SAMPLE, 0) : middle + SAMPLE]
+            row = tensor.element_size() * (sorted(tensor.stride())[1] if tensor.dim() > 1 else tensor.numel())
+            self._samples += memory[count * CHUNK :], memory[max(middle - row, 0) : middle + row]
         self._contents = self._read()
 
     def are_still(self, weights: Sequence[Tensor]) -> bool:
