@@ -115,7 +115,7 @@ class DraftTrace:
         return len(self.right)
 
     def drafted(self, at: int, shape: DraftShape) -> int:
-        """Tokens of a chain behind root `at`, which doubt may end; as `propose_chain` ends it."""
+        """Tokens of a chain behind root `at`, which doubt may end; as `draft_chain` ends it."""
         if not shape.min_confidence or not self.sure:
             return shape.depth
         confidence = 1.0
