@@ -167,12 +167,6 @@ def _is_block_diffusion(config: Mapping[str, Any], tensors: Tensors) -> bool:
     return "hidden_norm.weight" in tensors and _widths_read(tensors) == {_fc_shape(tensors)[0]}
 
 
-def _is_parallel(config: Mapping[str, Any], tensors: Tensors) -> bool:
-    """vLLM reads these with its EAGLE-3 class, so architecture and tensors may be EAGLE-3's."""
-    marks = ("parallel_drafting", "pard_token", "ptd_token_id")
-    return any(config.get(mark) not in (None, False) for mark in marks)
-
-
 def _is_eagle_1_or_2(config: Mapping[str, Any], tensors: Tensors) -> bool:
     fused, read = _fc_shape(tensors)
     two_wide = read == 2 * fused > 0 and not _any_name(tensors, r"hidden_norm\.")  # [embedding ; hidden] -> H
@@ -189,7 +183,8 @@ class _Method(NamedTuple):
 
     Attributes:
         pattern: searched for in lines `kind K` (its architectures, `model_type` and `speculators_model_type`,
-            lower-cased), `key K` (of the config, where its tensors do not say that it is EAGLE-3's) and `tensor NAME`.
+            lower-cased), `set K` (what the config says, and not that it is false), `key K` (of the config, where its
+            tensors do not say that it is EAGLE-3's) and `tensor NAME`.
         holds: a test of config and tensors.
     """
 
@@ -213,10 +208,10 @@ _METHODS = (  # the first that fits
     ),
     _Method(
         "a P-EAGLE parallel drafter",
-        r"^kind .*peagle|^tensor (.*\.)?mask_hidden$",
+        # vLLM reads these with its EAGLE-3 class, so architecture and tensors may be EAGLE-3's.
+        r"^kind .*peagle|^set (parallel_drafting|pard_token|ptd_token_id)$|^tensor (.*\.)?mask_hidden$",
         "it was trained to draft all tokens in one pass from mask tokens, which no loop here does: serve it with vLLM "
         "(parallel_drafting), or take an EAGLE-3 or EAGLE 3.1 drafter",
-        _is_parallel,
     ),
     _Method(
         "a set of Medusa heads",
@@ -275,8 +270,9 @@ def refuse_other_methods(config: Mapping[str, Any], tensors: Tensors) -> None:
     kinds = f"kind {architectures} {config.get('model_type')} {config.get('speculators_model_type')}".lower()
     # EAGLE-3's first layer reads rows twice as wide as `fc` writes, `[embedding ; hidden]`.
     is_eagle_3 = 2 * _fc_shape(tensors)[0] in _widths_read(tensors)
-    keys = [] if is_eagle_3 else [f"key {key}" for key, value in config.items() if value is not None]
-    lines = "\n".join((kinds, *keys, *(f"tensor {name}" for name in tensors)))
+    facts = [f"set {key}" for key, value in config.items() if value not in (None, False)]
+    facts += [] if is_eagle_3 else [f"key {key}" for key, value in config.items() if value is not None]
+    lines = "\n".join((kinds, *facts, *(f"tensor {name}" for name in tensors)))
     for method in _METHODS:
         if re.search(method.pattern, lines, re.MULTILINE) or method.holds(config, tensors):
             raise CheckpointFormatError(f"this checkpoint is {method.what}; {method.advice}")
