@@ -40,11 +40,6 @@ class AssistedCall:
     by_default: bool
     has_begun: bool = False
 
-    @property
-    def must_be_own(self) -> bool:
-        """Whether our loop was asked for by name."""
-        return self.drafter.generation_config.speculation_loop == "own" and not self.by_default
-
 
 @dataclass(frozen=True)
 class Call:
@@ -164,21 +159,12 @@ class Call:
         """What the cache brings from the last turn and takes to the next; `None` if the caller would not get it.
 
         Raises:
-            UnsupportedGenerationError: it has content that cannot be told from padding, or does not fit the prompt.
+            UnsupportedGenerationError: it has another number of rows.
         """
         cache, mask = self.cache, self.attention_mask
         wanted = self.generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-        if cache is None or not wanted or self.batch_size > 1:  # a batch with a cache of the user's is decoded plainly
-            return None
-        is_padded = any(self.padding) or (mask is not None and not bool(mask.all()))
-        if is_padded and self.cached_length:
-            raise UnsupportedGenerationError(
-                "the cache that was passed has content and the attention mask has pads; a carried cache can be "
-                "continued only where all rows are equally long and unpadded: continue them one by one, or pass an "
-                "empty cache and the whole text"
-            )
-        if is_padded:
-            return None
+        if cache is None or not wanted or self.batch_size > 1 or not (mask is None or bool(mask.all())):
+            return None  # a batch with a cache of the user's is decoded plainly
         carried = CarriedCache(self.drafter, cache)
         if self.cached_length:
             carried.open(self.input_ids)

@@ -49,7 +49,7 @@ def why_plain(call: Call) -> str:
         why = str(error)
     if why is None:
         return ""
-    if call.assisted.must_be_own:
+    if settings.speculation_loop == "own" and not call.assisted.by_default:
         raise UnsupportedGenerationError(
             f"speculation_loop='own' cannot serve this request: {why}; set speculation_loop='auto' or change the call"
         )
@@ -143,6 +143,8 @@ def _foreign_cache(call: Call) -> str | None:
         return f"cache_implementation={implementation!r} cannot be rolled back exactly when drafts are rejected"
     if call.batch_size > 1 and getattr(cache, "_is_user_defined", False):
         return "a cache is carried for one row at a time, and this one is a batch's"
+    if call.cached_length and call.attention_mask is not None and not bool(call.attention_mask.all()):
+        return "the cache that was passed holds text, and the attention mask has pads"
     return None
 
 
