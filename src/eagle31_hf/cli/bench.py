@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -27,28 +27,21 @@ def _numbers(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class BenchOptions:
-    """What each method answers, and how."""
-
-    prompts: list[str] | None = option(
-        None, "[NAME=]FILE or [NAME=]DATASET, several times; default: the embedded ones."
-    )
-    limit: int | None = option(None, "Most prompts of each, spread over its rows.", min=1)
-    new_tokens: int = option(128, "Longest answer.", *NEW_TOKENS, min=3, panel=MORE)
-    temperature: float = option(0.0, "0 is greedy.", min=0.0, max=5.0, panel=MORE)
-    batch: str = option("1", "Rows written together, one or several numbers.", callback=_numbers, panel=MORE)
-    repeats: int = option(3, "Passes over the prompts.", min=1, panel=MORE)
-    minutes: float = option(3.0, "Most minutes, compiling and warming up aside; 0: until all is measured.", min=0.0)
-    seed: int = option(0, "Of the first text; every other's follows from it.", min=0, panel=MORE)
-
-
 @command
 def bench(
     *,
     source: PairSource,
     drafting: DraftOptions,
-    options: BenchOptions,
+    prompts: list[str] | None = option(
+        None, "[NAME=]FILE or [NAME=]DATASET, several times; default: the embedded ones."
+    ),
+    limit: int | None = option(None, "Most prompts of each, spread over its rows.", min=1),
+    new_tokens: int = option(128, "Longest answer.", *NEW_TOKENS, min=3, panel=MORE),
+    temperature: float = option(0.0, "0 is greedy.", min=0.0, max=5.0, panel=MORE),
+    batch: str = option("1", "Rows written together, one or several numbers.", callback=_numbers, panel=MORE),
+    repeats: int = option(3, "Passes over the prompts.", min=1, panel=MORE),
+    minutes: float = option(3.0, "Most minutes, compiling and warming up aside; 0: until all is measured.", min=0.0),
+    seed: int = option(0, "Of the first text; every other's follows from it.", min=0, panel=MORE),
     price_per_hour: float | None = option(None, "Of the machine, for the cost.", min=0.0, panel=MORE),
     plot: Path | None = option(
         None, "Draw speed by kind and acceptance by position here.", dir_okay=False, callback=writable_plot
@@ -60,20 +53,15 @@ def bench(
     if not is_there and (line := removal(f"bench {source.target}")):  # what were sub-commands
         raise ConfigurationError(line)
     # The prompts first: a wrong path should not cost loading a model.
-    prompts = read_prompts(options.prompts, options.limit) if options.prompts else embedded_prompts()[: options.limit]
-    rows = tuple(int(part) for part in options.batch.split(","))
+    asked = read_prompts(prompts, limit) if prompts else embedded_prompts()[:limit]
+    rows = tuple(int(part) for part in batch.split(","))
     console = make_console()
     loaded = load_pair(source, drafting, batch=max(rows))
     settings = BenchSettings(
-        new_tokens=options.new_tokens,
-        temperature=options.temperature,
-        rows=rows,
-        repeats=options.repeats,
-        seed=options.seed,
-        minutes=options.minutes or None,
+        new_tokens=new_tokens, temperature=temperature, rows=rows, repeats=repeats, seed=seed, minutes=minutes or None
     )
     methods = all_methods(by_graphs=has_graphs(loaded.drafter, settings), with_drafter=source.has_drafter)
-    tasks = [Task(prompt, encode(loaded, list(prompt.messages))) for prompt in prompts]
+    tasks = [Task(prompt, encode(loaded, list(prompt.messages))) for prompt in asked]
     result = measure_in_turns(console, loaded, tasks, replace(settings, methods=methods))
     made_by = origin(loaded.drafter.binding)
     usual = "the target's own head" if source.target else "the embedded drafter"
