@@ -25,11 +25,17 @@ PLAIN = ("bloom", "gpt_neo")  # masked by code of their own
 WIDTHS = {"gpt2": 256, "gptj": 256, "opt": 80, "falcon": 256, "bloom": 256, "gpt_neo": 256}
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+# Layers that attend to another layer's keys and values keep none: Gemma 4 E2B and E4B.
+SHARED = {"num_kv_shared_layers": 4, "hidden_size_per_layer_input": 8, "num_hidden_layers": 12,
+          "layer_types": ["sliding_attention", "full_attention"] * 6}  # fmt: skip
+ALL_FAMILIES = TEXT_FAMILIES | {"gemma4_text, shared layers": lambda: hf.Gemma4TextConfig(**GEMMA_4 | SHARED)}
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @torch.no_grad()
 def test_sizes_of_any_family_are_known_and_its_cache_is_planned_layer_by_layer(family):
     """What Gemma 4's wide and narrow layers take is what a cache of it holds. Texts: tests/contract."""
-    target = random_target(TEXT_FAMILIES[family]())
+    target = random_target(ALL_FAMILIES[family]())
     assert default_config(target.config).intermediate_size == WIDTHS.get(family, 96)
     if family in PLAIN:
         with pytest.raises(MemoryPlanError, match="leave the plan out"):
