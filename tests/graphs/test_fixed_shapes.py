@@ -66,8 +66,9 @@ def test_fixed_shapes_are_few_and_serve_the_next_generation(uncompiled: None) ->
     for seed in range(6):
         assert_plain(drafter, random_prompts(1, seed=seed), seed, **CHAIN)
     shapes = Pair.of(drafter).graphs.keys
-    # Rows of 16, 32, 64 and 128 slots at most, and one width of rounds.
+    # Rows of 16, 32, 64 and 128 slots at most, and one width of rounds and steps.
     assert len([shape for shape in shapes if shape[0] == "verify"]) <= 4
+    assert len([shape for shape in shapes if shape[0] == "step"]) <= 4
 
 
 def test_rows_that_become_longer_take_the_graph_of_their_new_length(

@@ -1,4 +1,4 @@
-"""The drafter's graphs: what is read after a round, a whole chain, a whole tree; and what uses them beside a session.
+"""The drafter's graphs: a step, what is read after a round, a whole chain, a whole tree; and a session that uses them.
 
 Steps take a `FixedShapeCache` and the slots they write in it, and give NamedTuples of tensors (`graphs.Graphs`). See
 `round_graphs` for the graph that does several of these at once.
@@ -211,7 +211,7 @@ def whole_step(
 
 
 class CompiledDrafting:
-    """What a session reads, and whole drafts behind it, as graphs where shapes allow.
+    """A session's steps as graphs where shapes allow, else the session's own. Drafts are proposed with it as with one.
 
     Args:
         session: drafts, and keeps what was read.
@@ -220,7 +220,12 @@ class CompiledDrafting:
 
     def __init__(self, session: DraftSession, graphs: Graphs):
         self.session, self.graphs = session, graphs
-        self.drafter, self.inputs = session.drafter, GraphInputs(session.cache)
+        self.drafter, self.draft_ids = session.drafter, session.draft_ids
+        self.inputs = GraphInputs(session.cache)
+
+    @property
+    def root(self) -> DraftState:
+        return self.session.root
 
     def absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> None:
         """As `DraftSession.absorb`, compiled unless that is unusually much."""
@@ -253,6 +258,34 @@ class CompiledDrafting:
         )
         return state
 
+    def step(
+        self, tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor | None = None
+    ) -> DraftState:
+        """As `DraftSession.step`."""
+        rows, size = tokens.shape
+        width = 1 << (size - 1).bit_length()  # few sizes, for graphs
+        eager = partial(self.session.step, tokens, feedback, after=after, depth=depth, ancestors=ancestors)
+        self.session.cache.place(size, after=after)
+        if not self.inputs.make_room(after + width):
+            return eager()
+        if ancestors is not None:
+            ancestors = padded(ancestors, width, after + width)
+        output = self.graphs.run_or_eager(
+            GraphKey("step", rows, width, (self.inputs.num_slots, None if ancestors is None else after)),
+            partial(draft_step, self.drafter),
+            lambda: (
+                padded(tokens, width),
+                padded(feedback, width, feedback.shape[-1]),
+                self.inputs.slots(width, after=after),
+                self.session.rotary_at(depth),
+                ancestors,
+                self.inputs.fixed,
+            ),
+            eager,
+            pays=self.inputs.rows_pay,
+        )
+        return DraftState(output.logits[:, :size], output.feedback[:, :size])
+
     def rotary(self, count: int) -> Rotary | None:
         """Tables of the next positions for a graph that cannot make them itself."""
         return self.session.rotary_ahead(count) if self.session.rotates_by_length else None
@@ -271,7 +304,7 @@ class CompiledDrafting:
             choosing: how tokens are chosen.
             by: what they are chosen by, of the next `shape.depth` positions.
         """
-        root, levels = self.session.root, shape.stepped_levels
+        root, levels = self.root, shape.stepped_levels
         if self.graphs.disabled_reason or (shape.is_tree and shape.depth < 2):
             return None
         self.session.cache.place(1)

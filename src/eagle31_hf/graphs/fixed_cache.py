@@ -265,10 +265,11 @@ class GraphInputs:
         """Slots that graphs look at behind each mask, by layer type."""
         return self.cache.mask_widths(self.num_slots)
 
-    def slots(self, num_tokens: int) -> Tensor:
-        """Slots `(B, T)` of the first tokens of each row's block, in the present buffers."""
+    def slots(self, num_tokens: int, *, after: int = 0) -> Tensor:
+        """Slots `(B, T)` of tokens `after ... after + num_tokens - 1` of each row's block, in the present buffers."""
         self.fixed.follow(self.cache, self.num_slots)
-        return on_device([range(length, length + num_tokens) for length in self.cache.lengths], self.cache.device)
+        slots = [range(length + after, length + after + num_tokens) for length in self.cache.lengths]
+        return on_device(slots, self.cache.device)
 
 
 def padded(tensor: Tensor, *sizes: int, value: float = 0.0) -> Tensor:

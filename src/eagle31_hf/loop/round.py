@@ -1,8 +1,8 @@
 """A round: draft, verify, accept, commit. Each step is answered by a graph where there is one, else by eager code.
 
 With chains of fixed length and trees a round is two graphs, sampled or not: the target's verification, and one that
-accepts, reads and drafts again. Drafts that processors of prefixes, unlike rows or doubt decide about are made by eager
-code. Nothing made ahead is kept before the host has seen where the text ends.
+accepts, reads and drafts again. A chain that doubt may end takes a graph per draft step. Nothing made ahead is kept
+before the host has seen where the text ends.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ class Round:
             return DraftTree.chain(batch.roots[:, None])
         if self.drafting is None:
             session.catch_up()
-            return propose(session, batch)
+            return propose(session, batch, session.drafter)
         self._by_graphs = self.drafting
         self.drafting.catch_up()
         tree = self._draft_at_once(self.drafting, ahead, plan.shape, batch)
-        return propose(session, batch) if tree is None else tree
+        return propose(self.drafting, batch, session.drafter) if tree is None else tree
 
     def _draft_at_once(
         self, drafting: CompiledDrafting, ahead: AcceptedAhead | None, shape: DraftShape, batch: RoundBatch
@@ -252,13 +252,12 @@ def _serves(made: DraftShape, planned: DraftShape) -> bool:
 # --- drafts by eager code ---------------------------------------------------------------------------------------------
 
 
-def propose(session: DraftSession, batch: RoundBatch) -> DraftTree:
+def propose(session: DraftSession | CompiledDrafting, batch: RoundBatch, drafter: Eagle31Drafter) -> DraftTree:
     """What the drafter proposes step by step, as planned."""
     assert batch.plan is not None, "drafts are planned"
-    depth = batch.draft_depth
-    shape, choice = batch.plan.shape.cut_to(depth), _draft_choice(batch, session.drafter, depth)
+    shape, choice = batch.plan.shape.cut_to(batch.draft_depth), _draft_choice(batch, drafter, batch.draft_depth)
     made_of = session.root, session.step, session.draft_ids, batch.roots, shape, choice
-    return grow_tree(*made_of) if shape.is_tree else DraftTree.chain(draft_chain(*made_of))
+    return grow_tree(*made_of) if batch.plan.shape.is_tree else DraftTree.chain(draft_chain(*made_of))
 
 
 def _draft_choice(batch: RoundBatch, drafter: Eagle31Drafter, depth: int) -> DraftChoice:
