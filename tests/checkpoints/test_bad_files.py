@@ -306,6 +306,14 @@ def test_truncated_or_altered_headers_never_load(tmp_path_factory, cut, flip, bi
     assert {name: tuple(t.shape) for name, t in checkpoint.tensors.items()} == expected_shapes(checkpoint.config)
 
 
+@pytest.mark.parametrize("shape", [[0, 2**62, 8], [2**63, 0]])
+def test_shapes_that_no_tensor_has(tmp_path, shape):
+    save(tmp_path, PLAIN, {})
+    header = json.dumps({"fc.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert_refused(tmp_path, "states a shape that no tensor has|damaged")
+
+
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 not a zip", "deflated"])
 def test_damaged_pickles(tmp_path, content):
     file = save(tmp_path, PLAIN, {"norm.weight": torch.zeros(1_000_000)}, "pytorch_model.bin") / "pytorch_model.bin"

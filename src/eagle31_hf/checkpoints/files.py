@@ -198,10 +198,16 @@ def open_shards(paths: list[Path]) -> StoredTensors:
                 if name in headers:
                     raise CheckpointFormatError(f"{name} is in both {shards[name].name} and {path.name}")
                 _require_printable(name, path)
-                stored = shard.get_slice(name)
-                dtype = _DTYPES.get(stored.get_dtype(), torch.uint8)  # others are a target's, packed
-                headers[name], shards[name] = torch.empty(stored.get_shape(), dtype=dtype, device="meta"), path
+                headers[name], shards[name] = _without_content(shard.get_slice(name), path), path
     return StoredTensors(headers, shards)
+
+
+def _without_content(stored: Any, path: Path) -> Tensor:
+    dtype = _DTYPES.get(stored.get_dtype(), torch.uint8)  # others are a target's, packed
+    try:
+        return torch.empty(stored.get_shape(), dtype=dtype, device="meta")
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointFormatError(f"{path} states a shape that no tensor has ({error}); fetch it again") from error
 
 
 @contextmanager
@@ -209,7 +215,7 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as shard:
             yield shard
-    except (SafetensorError, OSError, RuntimeError, OverflowError) as error:  # the last two: a shape of no tensor
+    except (SafetensorError, OSError) as error:
         raise CheckpointFormatError(f"{path} is damaged or not a safetensors file ({error}); fetch it again") from error
 
 
