@@ -104,6 +104,7 @@ def test_metrics_are_prometheus_and_count(served, client):
     assert after[("eagle31_text_rounds_total",)] >= after[("eagle31_rounds_total",)] > 0
     assert after[("eagle31_acceptance_length",)] > 1
     assert after[("eagle31_cache_bytes",)] > 0
+    assert all(after[("eagle31_seconds_total", phase)] > 0 for phase in ("prefill", "draft", "verify"))
     assert after[("eagle31_time_to_first_token_seconds_count",)] > 0
     assert after[("eagle31_requests_waiting",)] == 0
 

@@ -10,9 +10,11 @@ included. Rounds over the pools are `loop`'s.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -71,6 +73,7 @@ class Batch:
         texts: by place.
         reading: whose prompt is being read.
         stats: of all texts since the start.
+        seconds: of the host, by what it did.
         planner: what to draft, up to `shape`.
     """
 
@@ -78,6 +81,7 @@ class Batch:
         self.settings, self.binding, rows = settings, drafter.binding, settings.max_rows
         self.drafter, self.tokenizer, self.stats = drafter, tokenizer, SpeculationStats()
         self.clock = RoundClock(self.stats)
+        self.seconds = dict.fromkeys(("prefill", "draft", "verify"), 0.0)
         drafts = Pair.of(drafter).drafting(
             rows=rows,
             sampled=True,
@@ -146,7 +150,8 @@ class Batch:
             stop = min(start + chunk, end)
             if 0 < end - stop < fewest:
                 stop -= 1
-            self._prefill.read_columns(self._prompt, start, stop)
+            with self._timed("prefill"):
+                self._prefill.read_columns(self._prompt, start, stop)
             self._position = start = stop
         last = self._prompt.last_logits[0]
         if last is not None and bool(last.isnan().any()):
@@ -222,6 +227,15 @@ class Batch:
                 best = (place, length)
         return best
 
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Count the host's seconds within."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += perf_counter() - started
+
     # --- a round -------------------------------------------------------------------------------------------------
 
     def round(self) -> list[tuple[ServedText, Event]]:
@@ -229,8 +243,10 @@ class Batch:
         self.clock.begin_round()
         rows = range(len(self.texts))
         batch = RoundBatch(self._rows, rows, rows, self._plan(rows))
-        tree = self.rounds.draft(batch)
-        verified = self.rounds.verify(tree)
+        with self._timed("draft"):
+            tree = self.rounds.draft(batch)
+        with self._timed("verify"):
+            verified = self.rounds.verify(tree)
         accepted = self.rounds.accept(tree, verified, batch)
         for text in self.texts:
             text.usage.drafted += tree.size - 1
@@ -238,7 +254,8 @@ class Batch:
         chosen = zip(self.texts, verified.logits, accepted.paths, accepted.tokens, strict=True)
         events = [self._write(*each) for each in chosen]
         kept = [list(event.tokens) or [0] for event in events]  # a row that fails leaves, whatever it holds
-        self.rounds.commit(accepted, verified, kept)
+        with self._timed("draft"):  # the drafter reads what was accepted
+            self.rounds.commit(accepted, verified, kept)
         self.rounds.record(self.planner, tree, batch, accepted, kept)
         self.stats.new_tokens += sum(len(event.tokens) for event in events)
         brought = list(zip(list(self.texts), events, strict=True))

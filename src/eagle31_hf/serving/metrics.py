@@ -43,6 +43,7 @@ class ServerMetrics(Collector):
             ("requests", "Texts that have ended, by how", "finish", dict(scheduler.requests)),
             ("tokens", "Tokens of texts that have ended, by kind", "kind", tokens),
             ("draft_tokens", "Draft tokens verified, and accepted", "kind", drafts),
+            ("seconds", "Host seconds of the engine, by phase", "phase", batch.seconds),
         ):
             family = CounterMetricFamily(f"eagle31_{name}", what, labels=[label])
             for kind, count in values.items():
