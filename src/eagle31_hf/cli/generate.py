@@ -170,6 +170,7 @@ def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], 
             return bench.run()
         except KeyboardInterrupt:
             if not bench.result.turns:
+                console.print("Stopped by Ctrl-C before anything was measured.")
                 raise
             return replace(bench.result, interrupted=True)
 
