@@ -82,14 +82,14 @@ def test_drafts_adapt_to_what_kept_graphs_take(warmed: Eagle31Drafter, monkeypat
 def test_what_is_kept_later_waits_for_the_next_text(warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a text depends on when another process has compiled something."""
     (later,) = (path for path in kept_files(".json") if path.name.startswith("verify-1x8"))
-    told, load = later.read_text(), packages.GraphPackages.load
+    told, load = later.read_text(), packages.GraphPackages.make
     later.unlink()
 
     def load_and_keep_more(self: packages.GraphPackages, *given: Any) -> Any:
         later.write_text(told)
         return load(self, *given)
 
-    monkeypatch.setattr(packages.GraphPackages, "load", load_and_keep_more)
+    monkeypatch.setattr(packages.GraphPackages, "make", load_and_keep_more)
     write(warmed)
     assert "advance" in kinds(warmed)
     assert "verify" not in kinds(warmed)
@@ -209,13 +209,13 @@ def test_graphs_of_others_are_not_touched(
     differs: str, warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     DIFFERS[differs](warmed, monkeypatch)
-    load, loaded = packages.GraphPackages.load, []
+    load, loaded = packages.GraphPackages.make, []
 
-    def note(self: packages.GraphPackages, key: Any, outputs: Any) -> Any:
-        loaded.append(key)
-        return load(self, key, outputs)
+    def note(self: packages.GraphPackages, *given: Any) -> Any:
+        loaded.append(given)
+        return load(self, *given)
 
-    monkeypatch.setattr(packages.GraphPackages, "load", note)
+    monkeypatch.setattr(packages.GraphPackages, "make", note)
     assert_plain(warmed)
     assert loaded == []
 

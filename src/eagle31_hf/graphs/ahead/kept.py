@@ -149,7 +149,7 @@ class CompilesAhead(GraphMaker):
 
     def make(self, key: GraphKey, step: Step, inputs: tuple, outputs: Any) -> Step:
         with suppress(Exception):  # not there, or broken: made anew
-            loaded = self.packages.load(key, outputs)
+            loaded = self.packages.make(key, step, inputs, outputs)
             if key in self.made or loaded.takes(tensors_of(inputs)):
                 return loaded
         if key not in self.begun:

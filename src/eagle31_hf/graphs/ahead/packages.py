@@ -13,7 +13,8 @@ import json
 import os
 import stat
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,36 +42,31 @@ from .torch_internals import load_package
 
 @dataclass
 class GraphPackages(GraphMaker):
-    """Packages of one pair: a maker of the graphs that were whole when this was made.
+    """Packages of one pair: a maker of the graphs that were whole when they were first asked for.
 
     Args:
         folder: theirs alone.
         models: whose weights the steps read.
         layers: classes of the modules that are compiled once however often they occur.
         packed: weights as the steps read them.
-
-    Attributes:
-        names: of the graphs that were whole.
     """
 
     folder: Path
     models: nn.ModuleList
     layers: Collection[type]
     packed: PackedWeights
-    names: frozenset[str] = field(init=False)
     failure = "a kept graph cannot be used (`eagle31 warmup` renews it)"
 
-    def __post_init__(self) -> None:
-        self.names = frozenset(path.stem for path in self.folder.glob("*.json"))
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of the graphs that are whole."""
+        return frozenset(path.stem for path in self.folder.glob("*.json"))
 
     def can_make(self, key: GraphKey) -> bool:
         return name_of(key) in self.names
 
-    def make(self, key: GraphKey, step: Step, inputs: tuple, outputs: Any) -> Step:
-        return self.load(key, outputs)
-
-    def load(self, key: GraphKey, outputs: Any) -> LoadedStep:
-        """The graph of `key`, which gives such outputs.
+    def make(self, key: GraphKey, step: Step, inputs: tuple, outputs: Any) -> LoadedStep:
+        """The graph of `key`, loaded.
 
         Raises:
             Exception: it is not there, is broken, or others may have written it.
