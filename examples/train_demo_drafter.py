@@ -31,6 +31,6 @@ report = train_drafter(
         resume=told.resume,
     )
 )
-for category, counts in report.stages[-1].acceptance.items():
-    print(f"{category}: acceptance length {counts.acceptance_length:.3f}")
+for category, counts in report.record["stages"][0]["acceptance"].items():
+    print(f"{category}: acceptance length {counts['acceptance_length']:.3f}")
 print(f"drafter and card are in {report.folder}")

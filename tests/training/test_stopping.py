@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 import json
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from eagle31_hf.errors import TrainingError
-from eagle31_hf.stats import Acceptance
 from eagle31_hf.training.progress import StopRequest, describe_kept, open_folder
-from eagle31_hf.training.report import StageResult, TrainingPlan, TrainingReport, learning_curve
+from eagle31_hf.training.report import TrainingPlan, TrainingReport, learning_curve
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.writing import KeptLines
 
@@ -38,16 +38,15 @@ def out(tmp_path: Path) -> Path:
 
 def test_what_is_kept_is_counted(out: Path, tmp_path: Path) -> None:
     assert describe_kept(out) == "2 self-written prompts, 2 answers, stage1 up to step 1,500"
-    report = TrainingReport(out, PLAN, (StageResult("stage1", 30, 1.0, {}),))
-    (out / "training_report.json").write_text(json.dumps(report.to_dict()))
-    assert describe_kept(out).endswith("stage1, finished at step 30")
+    (out / "training_report.json").write_text(json.dumps({"plan": asdict(PLAN)}))
+    assert describe_kept(out).endswith("stage1 up to step 1,500, a drafter of 30 steps")
     assert describe_kept(tmp_path / "none") == ""
 
 
 def test_a_drafter_of_no_use_is_called_so(tmp_path: Path) -> None:
-    useless, useful = (Acceptance(rounds=10, accepted=count) for count in (1, 15))
-    for counts, words in ((useless, "1.10 tokens a pass on held-out prompts, too few"), (useful, "eagle31 chat t ")):
-        report = TrainingReport(tmp_path, PLAN, (StageResult("stage1", 30, 1.0, {"all": counts}),))
+    for accepted, words in ((1, "1.10 tokens a pass on held-out prompts, too few"), (15, "eagle31 chat t ")):
+        counts = {"rounds": 10, "accepted": accepted}
+        report = TrainingReport(tmp_path, {"stages": [{"acceptance": {"all": counts}}]})
         (line,) = report.advice("t", None)
         assert words in line
     assert "--target-id" in list(report.advice(str(tmp_path), None))[-1], "a folder is nobody else's name"
@@ -112,6 +111,6 @@ def test_the_plans_minutes_hold_the_measurements() -> None:
 def test_the_learning_curve_is_what_was_measured_by_step_and_tokens() -> None:
     log = [{"step": 10, "loss": 2.0}, {"step": 20, "eval_acceptance_length": 1.75, "eval_acceptance_error": 0.05}]
     point = {"step": 20, "tokens": 2010, "acceptance_length": 1.75, "standard_error": 0.05}
-    assert learning_curve(log, 100.5) == (point,)
+    assert learning_curve(log, 100.5) == [point]
     of_one_prompt = learning_curve([log[1] | {"eval_acceptance_error": float("inf")}], 100.5)
-    assert of_one_prompt == (point | {"standard_error": None},), "JSON has no infinity"
+    assert of_one_prompt == [point | {"standard_error": None}], "JSON has no infinity"

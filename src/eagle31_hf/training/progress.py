@@ -149,14 +149,11 @@ def describe_kept(out: Path) -> str:
     """What lies in a run's folder that `--resume` goes on with; empty if nothing does."""
     lines = {what: sum(path.read_bytes().count(b"\n") for path in _written(out, name)) for name, what in TEXTS.items()}
     parts = [count(number, what) for what, number in lines.items() if number]
-    report = read_report(out)
-    finished = {stage.name: stage.steps for stage in report.stages} if report else {}
     for stage in (f"stage{number}" for number in STAGES):
-        checkpoint = last_checkpoint(out / stage)
-        if stage in finished:
-            parts.append(f"{stage}, finished at step {finished[stage]:,}")
-        elif checkpoint is not None:
+        if checkpoint := last_checkpoint(out / stage):
             parts.append(f"{stage} up to step {step_of(checkpoint):,}")
+    if report := read_report(out):
+        parts.append(f"a drafter of {count(report.record['plan']['steps'], 'step')}")
     return ", ".join(parts)
 
 

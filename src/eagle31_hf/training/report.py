@@ -25,7 +25,7 @@ from ..checkpoints.card import RECORD_FILE
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import count
 from ..memory.plan import size_text
-from ..stats import USELESS_LENGTH, Acceptance
+from ..stats import USELESS_LENGTH
 from ..targets.devices import now
 from .measure import KnownTexts, rounds_of
 from .objectives import DistillationModel
@@ -110,38 +110,23 @@ def _seconds_of(work: Callable[[], Any], device: torch.device) -> float:
 
 
 @dataclass(frozen=True)
-class StageResult:
-    """What was trained: the stage's name, optimiser steps done, last training loss and acceptance by category.
+class TrainingReport:
+    """What a run made.
 
-    `curve` holds `step`, `tokens` seen, `acceptance_length` and its `standard_error` for each measurement.
+    Attributes:
+        folder: of the drafter.
+        record: what `training_report.json` there holds. Its one entry of `stages` has `name`, optimiser `steps` done,
+            the last training `loss`, `acceptance` by kind of prompt (fields of `stats.Acceptance` and their
+            `acceptance_length`) and the `curve` of what was measured while it learned.
     """
 
-    name: str
-    steps: int
-    loss: float
-    acceptance: dict[str, Acceptance]
-    curve: tuple[dict[str, float | None], ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready figures."""
-        acceptance = {
-            category: asdict(counts) | {"acceptance_length": counts.acceptance_length}
-            for category, counts in self.acceptance.items()
-        }
-        return asdict(self) | {"acceptance": acceptance}
-
-
-@dataclass(frozen=True)
-class TrainingReport:
-    """What a run made: the drafter's folder, the plan it began with and what was trained."""
-
     folder: Path
-    plan: TrainingPlan
-    stages: tuple[StageResult, ...]
+    record: dict[str, Any]
 
     def advice(self, target: str, target_id: str | None) -> Iterator[str]:
         """What to do with the drafter, one line each; `target_id` as in the settings."""
-        length = Acceptance.of(self.stages[-1].acceptance.values()).acceptance_length
+        kinds = self.record["stages"][0]["acceptance"].values()
+        length = 1 + sum(counts["accepted"] for counts in kinds) / sum(counts["rounds"] for counts in kinds)
         if length < USELESS_LENGTH:
             yield (
                 f"it brings {length:.2f} tokens a pass on held-out prompts, too few to be of use: train on more texts "
@@ -153,32 +138,22 @@ class TrainingReport:
                 yield "its card names a folder as its target; to publish it, train with --target-id OWNER/NAME"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready figures."""
-        stages = [stage.to_dict() for stage in self.stages]
-        return {"folder": str(self.folder), "plan": asdict(self.plan), "stages": stages}
+        """JSON-ready."""
+        return {"folder": str(self.folder), **self.record}
 
 
 def read_report(folder: Path) -> TrainingReport | None:
     """What the record in a drafter's folder says; `None` where no run of this version has ended there."""
     try:
         record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
-        return TrainingReport(folder, TrainingPlan(**record["plan"]), tuple(map(_stage, record["stages"])))
+        return TrainingReport(folder, record) if record["plan"]["steps"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _stage(stored: dict[str, Any]) -> StageResult:
-    names = {each.name for each in dataclasses.fields(Acceptance)}
-    acceptance = {
-        category: Acceptance(**{name: figures[name] for name in names})
-        for category, figures in stored["acceptance"].items()
-    }
-    return StageResult(stored["name"], stored["steps"], stored["loss"], acceptance, tuple(stored["curve"]))
-
-
-def learning_curve(log: Sequence[dict[str, float]], tokens_per_step: float) -> tuple[dict[str, float | None], ...]:
+def learning_curve(log: Sequence[dict[str, float]], tokens_per_step: float) -> list[dict[str, float | None]]:
     """Measured acceptance by step and tokens seen, from a trainer's log; one prompt alone has no error."""
-    return tuple(
+    return [
         {
             "step": entry["step"],
             "tokens": round(entry["step"] * tokens_per_step),
@@ -187,7 +162,7 @@ def learning_curve(log: Sequence[dict[str, float]], tokens_per_step: float) -> t
         }
         for entry in log
         if "eval_acceptance_length" in entry
-    )
+    ]
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -213,13 +188,10 @@ def differences(before: dict[str, str], now: dict[str, str]) -> str:
     return ", ".join(f"{flag(name)} {now.get(name, 'none')} instead of {before.get(name, 'none')}" for name in names)
 
 
-def make_record(report: TrainingReport, settings: TrainingSettings, recipes: Recipes) -> dict[str, Any]:
-    """Facts and figures.
-
-    Args:
-        settings: resolved.
-        recipes: of the run's steps.
-    """
+def make_record(
+    plan: TrainingPlan, stage: dict[str, Any], settings: TrainingSettings, recipes: Recipes
+) -> dict[str, Any]:
+    """Facts and figures of a run with resolved settings."""
     changed = [
         f"from step {step + 1:,} on {differences(before, now)}" for (_, before), (step, now) in pairwise(recipes)
     ]
@@ -230,11 +202,12 @@ def make_record(report: TrainingReport, settings: TrainingSettings, recipes: Rec
         "recipe": recipes[-1][1],
         "changed": changed,
         "conditions": (
-            f"{count(report.plan.prompts, 'held-out prompt')}, greedy, chain of {DRAFT_TOKENS} draft tokens along the "
+            f"{count(plan.prompts, 'held-out prompt')}, greedy, chain of {DRAFT_TOKENS} draft tokens along the "
             f"target's own texts of at most {count(settings.eval_new_tokens, 'token')}; prefill not counted."
         ),
         "versions": {"eagle31-hf": __version__} | {name: version(name) for name in ("torch", "transformers")},
-        **{name: value for name, value in report.to_dict().items() if name != "folder"},
+        "plan": asdict(plan),
+        "stages": [stage],
     }
 
 

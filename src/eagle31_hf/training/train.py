@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -42,7 +43,6 @@ from .preparation import is_small, load_target, make_drafter, precision_of_resul
 from .progress import Counting, LiveProgress, StopRequest, is_first_process, open_folder, say
 from .report import (
     Recipes,
-    StageResult,
     TrainingPlan,
     TrainingReport,
     differences,
@@ -58,7 +58,7 @@ from .settings import TrainingSettings
 from .trainer import RECIPES_FILE, DistillationTrainer, by_category, last_checkpoint, step_of
 from .writing import data_file, regenerate
 
-__all__ = ["StageResult", "TrainingReport", "TrainingSettings", "train_drafter"]
+__all__ = ["TrainingReport", "TrainingSettings", "train_drafter"]
 
 OBJECTIVES = {"1": DistillationModel, "2": AcceptanceModel}
 """By stage: the module that the trainer asks for a loss."""
@@ -154,7 +154,8 @@ class Run:
         with self.console.status("timing a step and a measurement"):
             plan = self._plan(model, dataset, counts, known, len(prompts), steps)
         say(self.console, str(plan))
-        report = TrainingReport(settings.out, plan, (self._train(model, dataset, known, plan),))
+        stage = self._train(model, dataset, known, plan)
+        report = TrainingReport(settings.out, make_record(plan, stage, settings, self.recipes))
         self._write(drafter, report)
         return report
 
@@ -172,13 +173,12 @@ class Run:
     def _finished(self, steps: int | None) -> TrainingReport | None:
         """What an earlier run made that did so many steps."""
         earlier = read_report(self.settings.out) if self.settings.resume else None
-        if earlier is None or steps is None or earlier.stages[0].name != self.stage or earlier.plan.steps < steps:
+        if earlier is None or steps is None:
             return None
-        say(self.console, f"finished  by an earlier run of {count(earlier.plan.steps, 'step')}; nothing is trained")
-        record = json.loads((self.settings.out / RECORD_FILE).read_text(encoding="utf-8"))
-        for name, asked in (("target", self.settings.target_id), ("license", self.settings.license)):
-            if asked not in (None, kept := record.get(name)):
-                say(self.console, f"not done  {name} {asked}: the card keeps {kept}; more steps write it anew")
+        done = earlier.record["plan"]["steps"]
+        if earlier.record["stages"][0]["name"] != self.stage or done < steps:
+            return None
+        say(self.console, f"finished  by an earlier run of {count(done, 'step')}; nothing is trained or written")
         return earlier
 
     # --- texts ---------------------------------------------------------------------------------------------------
@@ -308,8 +308,8 @@ class Run:
 
     def _train(
         self, model: DistillationModel, dataset: PackedDocuments, known: list[KnownTexts], plan: TrainingPlan
-    ) -> StageResult:
-        """Train from where an earlier run was left."""
+    ) -> dict[str, Any]:
+        """Train from where an earlier run was left; what the record says of it."""
         counting = Counting(self.console, "training", plan.steps)
         patience = EarlyStoppingCallback(early_stopping_patience=PATIENCE)
         callbacks = [LiveProgress(self.console, counting), self.stop, patience]
@@ -320,9 +320,17 @@ class Run:
         with counting:
             outcome = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         state = trainer.state
-        curve = learning_curve(state.log_history, plan.tokens_per_step)
         acceptance = by_category(trainer.measure()[0])  # of the best drafter, which training ends with
-        return StageResult(self.stage, state.global_step, outcome.training_loss, acceptance, curve)
+        return {
+            "name": self.stage,
+            "steps": state.global_step,
+            "loss": outcome.training_loss,
+            "acceptance": {
+                kind: asdict(counts) | {"acceptance_length": counts.acceptance_length}
+                for kind, counts in acceptance.items()
+            },
+            "curve": learning_curve(state.log_history, plan.tokens_per_step),
+        }
 
     def _arguments(self, steps: int) -> TrainingArguments:
         settings = self.settings
@@ -364,8 +372,7 @@ class Run:
         drafter.eval().to(precision_of_result(settings, self.target))  # type: ignore[call-arg]
         drafter.name_target(settings.target_id or settings.target)
         drafter.save_pretrained(out)
-        record = make_record(report, settings, self.recipes)
-        (out / RECORD_FILE).write_text(json.dumps(record, indent=2), encoding="utf-8")
+        (out / RECORD_FILE).write_text(json.dumps(report.record, indent=2), encoding="utf-8")
         (out / CARD_FILE).write_text(fill_card(out, Path(out).resolve().name), encoding="utf-8")
 
 
