@@ -6,7 +6,7 @@ import io
 
 import pytest
 from rich.console import Console
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerState
 
 from eagle31_hf.errors import TrainingError
 from eagle31_hf.training.progress import Counting, LiveProgress
@@ -32,16 +32,18 @@ def test_the_bar_moves_while_no_text_has_ended() -> None:
         assert "1 of 8" in written.getvalue()
 
 
-def test_the_bar_says_that_acceptance_is_measured() -> None:
-    counting = Counting(Console(file=io.StringIO()), "training", 8)
-    bar, state, control = LiveProgress(Console(file=io.StringIO()), counting), TrainerState(), TrainerControl()
-    control.should_evaluate = True
-    bar.on_step_end(None, state, control)
-    assert "1 of 8" in str(counting.bar.tasks[0].fields["note"])
-    bar.on_log(None, state, control, {"loss": 2.0, "accuracy_step_0": 0.5, "accuracy_step_1": 0.4})
-    assert counting.figures == ", loss 2.00, accuracy 0.50 to 0.40, measuring acceptance"
-    bar.on_log(None, state, control, {"eval_acceptance_length": 1.5})
-    assert counting.figures == ", loss 2.00, accuracy 0.50 to 0.40"
+def test_steps_are_counted_with_their_figures_and_a_measurement_has_a_line() -> None:
+    log = io.StringIO()
+    counting, state = Counting(Console(file=io.StringIO()), "training", 8), TrainerState(global_step=3)
+    progress = LiveProgress(Console(file=log, width=200), counting)
+    progress.on_log(None, state, None, {"loss": 2.0, "accuracy_step_0": 0.5, "accuracy_step_1": 0.4})
+    progress.on_step_end(None, state, None)
+    assert counting.bar.tasks[0].fields["note"] == "1 of 8, loss 2.00, accuracy 0.50 to 0.40"
+    measured = {"eval_acceptance_length": 1.5, "eval_acceptance_at_1": 0.4, "eval_acceptance_at_2": 0.1}
+    served = {f"eval_served_length_at_{temperature}": length for temperature, length in ((0, 1.5), (0.6, 1.25))}
+    progress.on_log(None, state, None, measured | served)
+    line = "step 3: acceptance length 1.500, by position 0.40 0.10; by temperature 1.500 at 0, 1.250 at 0.6\n"
+    assert log.getvalue() == line
 
 
 def test_the_bar_ends_where_the_work_ends_by_an_error() -> None:

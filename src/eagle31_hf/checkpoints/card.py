@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import textwrap
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -237,7 +238,11 @@ def upload(
             create_pr=create_pr,
         )
     except Exception as error:  # which HTTP client is underneath, with errors of its own, depends on the version
-        raise PublishingError(_why_refused(prepared.repo_id, error)) from error
+        reason = textwrap.shorten(str(error), 300)
+        raise PublishingError(
+            f"{prepared.repo_id} could not be uploaded to ({reason}); nothing was committed. "
+            "It takes a network and a token that may write there (`hf auth login`, HF_TOKEN or token=)"
+        ) from error
     return str(commit.pr_url or commit.commit_url)
 
 
@@ -253,18 +258,3 @@ def publish_checkpoint(checkpoint: Checkpoint, origin: Path, repo_id: str, **opt
         write_checkpoint(checkpoint, folder, format=default_format(checkpoint.config))
         carry_records(origin, folder)
         return publish_folder(folder, repo_id, **options)
-
-
-def _why_refused(repo_id: str, error: Exception) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, hub.LocalTokenNotFoundError) or status == 401:
-        return (
-            f"the Hub wants a token to write to {repo_id}; log in with `hf auth login`, set HF_TOKEN, or pass token= "
-            "(of a role that may write)"
-        )
-    if status in (403, 404):
-        return (
-            f"this token may not write to {repo_id}; make one with write rights for {repo_id.partition('/')[0]}, or "
-            "name a repository of your own"
-        )
-    return f"{repo_id} could not be uploaded to ({first_line(error)[:200]}); nothing was committed: try again"

@@ -94,24 +94,20 @@ class LiveProgress(TrainerCallback):
     """Counts steps, with the latest loss and accuracies; a line for each measurement of acceptance."""
 
     def __init__(self, console: Console, counting: Counting):
-        self._console, self._counting, self._figures = console, counting, ""
-
-    def _show(self, *, measures: bool, ended: int = 0) -> None:
-        self._counting.figures = self._figures + (", measuring acceptance" if measures else "")
-        self._counting.advance(ended)
+        self._console, self._counting = console, counting
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._show(measures=False, ended=state.global_step)
+        self._counting.advance(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._show(measures=control.should_evaluate, ended=1)
+        self._counting.advance(1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
         if "loss" in logs:
             steps = [value for name, value in logs.items() if name.startswith("accuracy_step_")]
             accuracy = " to ".join(f"{value:.2f}" for value in (*steps[:1], *steps[1:][-1:]))  # of the first and last
-            self._figures = f", loss {logs['loss']:.2f}, accuracy {accuracy}"
+            self._counting.figures = f", loss {logs['loss']:.2f}, accuracy {accuracy}"
         if "eval_acceptance_length" in logs:
             positions = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("eval_acceptance_at_"))
             length = f"acceptance length {logs['eval_acceptance_length']:.3f}, by position {positions}"
@@ -119,7 +115,6 @@ class LiveProgress(TrainerCallback):
             served = [f"{v:.3f} at {n.removeprefix(prefix)}" for n, v in logs.items() if n.startswith(prefix)]
             length += f"; by temperature {', '.join(served)}" if len(served) > 1 else ""
             say(self._console, f"step {state.global_step:,}: {length}")
-        self._show(measures=control.should_evaluate and "loss" in logs)
 
 
 def is_first_process() -> bool:
