@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -162,36 +162,30 @@ def _widths_read(tensors: Tensors) -> set[int]:
     return {info.shape[1] for name, info in tensors.items() if query.match(name) and len(info.shape) == 2}
 
 
-def _is_block_diffusion(config: Mapping[str, Any], tensors: Tensors) -> bool:
-    """States of the target are its context, so its layers read rows as wide as `fc` writes."""
-    return "hidden_norm.weight" in tensors and _widths_read(tensors) == {_fc_shape(tensors)[0]}
-
-
-def _is_eagle_1_or_2(config: Mapping[str, Any], tensors: Tensors) -> bool:
-    fused, read = _fc_shape(tensors)
-    two_wide = read == 2 * fused > 0 and not _any_name(tensors, r"hidden_norm\.")  # [embedding ; hidden] -> H
-    return two_wide or get_path(config, "eagle_config.use_aux_hidden_state") is False
-
-
-def _is_language_model(config: Mapping[str, Any], tensors: Tensors) -> bool:
+def _facts(config: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
+    """What `_METHODS` are recognised by: `kind K` (architectures, `model_type` and `speculators_model_type`), `set K`
+    (what the config says, and not that it is false), `tensor NAME`, and `reads ...` by the tensors' shapes."""
+    architectures = ", ".join(map(str, config.get("architectures") or ()))
+    yield f"kind {architectures} {config.get('model_type')} {config.get('speculators_model_type')}".lower()
+    yield from (f"set {key}" for key, value in config.items() if value not in (None, False))
+    yield from (f"tensor {name}" for name in tensors)
+    fused, columns = _fc_shape(tensors)
+    two_wide = columns == 2 * fused > 0 and not _any_name(tensors, r"hidden_norm\.")  # [embedding ; hidden] -> H
+    if two_wide or get_path(config, "eagle_config.use_aux_hidden_state") is False:
+        yield "reads one state"
+    elif _widths_read(tensors) == {fused}:  # EAGLE-3's first layer reads twice as much: [embedding ; hidden]
+        yield "reads states as context"
     layers = r"layers\.\d+\.(self_attn|linear_attn|mixer|mamba|conv)\.|transformer\.h\."
-    return _any_name(tensors, layers) and not _any_name(tensors, r"(^|\.)fc\.weight$|hidden_norm\.")
+    if _any_name(tensors, layers) and not _any_name(tensors, r"(^|\.)fc\.weight$|hidden_norm\."):
+        yield "reads tokens"
 
 
 class _Method(NamedTuple):
-    """What a checkpoint is, what to do, and how it is recognised.
-
-    Attributes:
-        pattern: searched for in lines `kind K` (its architectures, `model_type` and `speculators_model_type`,
-            lower-cased), `set K` (what the config says, and not that it is false), `key K` (of the config, where its
-            tensors do not say that it is EAGLE-3's) and `tensor NAME`.
-        holds: a test of config and tensors.
-    """
+    """What a checkpoint is, what to do, and a pattern of its `_facts`."""
 
     what: str
-    pattern: str = "(?!)"
+    pattern: str
     advice: str = _WANTED
-    holds: Callable[[Mapping[str, Any], Tensors], bool] = lambda config, tensors: False
 
 
 _METHODS = (  # the first that fits
@@ -203,8 +197,7 @@ _METHODS = (  # the first that fits
     ),
     _Method(
         "a DFlash / DSpark block-diffusion drafter",
-        "^kind .*(dflash|dspark|domino|jetspec)|^key (dflash_config|dspark_config|target_layer_ids)$",
-        holds=_is_block_diffusion,
+        "^kind .*(dflash|dspark|domino|jetspec)|^reads states as context$",
     ),
     _Method(
         "a P-EAGLE parallel drafter",
@@ -214,48 +207,26 @@ _METHODS = (  # the first that fits
         "(parallel_drafting), or take an EAGLE-3 or EAGLE 3.1 drafter",
     ),
     _Method(
-        "a set of Medusa heads",
-        r"^kind .*medusa|^key medusa_num_heads$|^tensor .*(medusa|parallel_draft_heads)"
-        r"|^tensor (\d+\.\d+|blocks\.\d+\.layers|lm_heads\.\d+)\.",
-    ),
-    _Method(
-        "an MLP speculator",
-        r"^kind .*mlp_?speculator|^tensor speculator\.(emb|head|proj|ln)\.\d+\.",
-        "it drafts from the last hidden state by layers of its own: serve it with vLLM, or take an EAGLE-3 or EAGLE "
-        "3.1 drafter",
-    ),
-    _Method("a set of Hydra heads", "^key hydra_num_heads$|^tensor .*hydra"),
-    _Method(
         "a multi-token-prediction (MTP) head",
         r"^kind .*mtp|^tensor (.*\.)?(mtp|enorm|hnorm)\.|^tensor .*eh_proj",
         "heads of some families are read from their target's folder (docs/choosing.md names them); for others take an "
         "EAGLE-3 or EAGLE 3.1 drafter",
     ),
     _Method(
-        "an EAGLE-1/2 drafter (it reads only the last hidden state)",
-        advice=f"{_WANTED} for this target",
-        holds=_is_eagle_1_or_2,
+        "an EAGLE-1/2 drafter (it reads only the last hidden state)", "^reads one state$", f"{_WANTED} for this target"
     ),
     _Method(
         "a whole language model, not a drafter",
-        advice="name it as the target, and its drafter here (were the two swapped?)",
-        holds=_is_language_model,
+        "^reads tokens$",
+        "name it as the target, and its drafter here (were the two swapped?)",
     ),
     _Method(
-        "an EAGLE-3 drafter with Gemma's decoder layer (norms behind attention and MLP)",
-        r"^tensor .*\.((pre|post)_feedforward_layernorm\.|layer_scalar$)",
-        "only layers like Llama's, Qwen3's and DeepSeek's can be read: take a drafter with one of those, such as "
-        "SpecForge and NeMo make for Gemma targets",
-    ),
-    _Method(
-        "an EAGLE-3 drafter whose attention has an output gate (Kimi K3's)",
-        r"^tensor .*\.self_attn\.g_proj\.",
-        "only layers like Llama's, Qwen3's and DeepSeek's can be read",
-    ),
-    _Method(
-        "an EAGLE-3 drafter whose MLP is a mixture of experts (Qwen3-MoE's, gpt-oss's)",
-        r"^tensor .*(\.mlp\.((shared_)?experts?\.|gate\.weight$|router\.)|\.block_sparse_moe\.)",
-        "only drafters with one MLP per layer can be read",
+        "an EAGLE-3 drafter with another decoder layer (Gemma's norms behind attention and MLP, Kimi K3's output gate, "
+        "or a mixture of experts)",
+        r"^tensor .*(\.(pre|post)_feedforward_layernorm\.|\.layer_scalar$|\.self_attn\.g_proj\."
+        r"|\.mlp\.((shared_)?experts?\.|gate\.weight$|router\.)|\.block_sparse_moe\.)",
+        "only layers like Llama's, Qwen3's and DeepSeek's with one MLP can be read: take a drafter with one of those, "
+        "such as SpecForge and NeMo make",
     ),
 )
 
@@ -266,17 +237,12 @@ def refuse_other_methods(config: Mapping[str, Any], tensors: Tensors) -> None:
     Raises:
         CheckpointFormatError: this is not an EAGLE-3 / 3.1 drafter, or its weights are quantised.
     """
-    architectures = ", ".join(map(str, config.get("architectures") or ()))
-    kinds = f"kind {architectures} {config.get('model_type')} {config.get('speculators_model_type')}".lower()
-    # EAGLE-3's first layer reads rows twice as wide as `fc` writes, `[embedding ; hidden]`.
-    is_eagle_3 = 2 * _fc_shape(tensors)[0] in _widths_read(tensors)
-    facts = [f"set {key}" for key, value in config.items() if value not in (None, False)]
-    facts += [] if is_eagle_3 else [f"key {key}" for key, value in config.items() if value is not None]
-    lines = "\n".join((kinds, *facts, *(f"tensor {name}" for name in tensors)))
+    facts = "\n".join(_facts(config, tensors))
     for method in _METHODS:
-        if re.search(method.pattern, lines, re.MULTILINE) or method.holds(config, tensors):
+        if re.search(method.pattern, facts, re.MULTILINE):
             raise CheckpointFormatError(f"this checkpoint is {method.what}; {method.advice}")
-    if not _any_name(tensors, r"(^|\.)fc\.weight$|hidden_norm\.|layers?\."):
+    if not _any_name(tensors, r"(^|\.)fc\.weight$|hidden_norm\.|self_attn\."):
+        architectures = ", ".join(map(str, config.get("architectures") or ()))
         raise CheckpointFormatError(
             f"this checkpoint holds no drafter that is known here (its tensors: "
             f"{', '.join(sorted(tensors)[:_SHOWN]) or 'none'}; its architecture: {architectures or 'not stated'}); "
