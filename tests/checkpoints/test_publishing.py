@@ -37,10 +37,7 @@ RECORD: dict[str, Any] = {
             "steps": 7,
             "loss": 1.5,
             "acceptance": {"chat": COUNTS, "empty": COUNTS | {"rounds": 0}},
-            "curve": [
-                {"step": 7, "tokens": 7168, "acceptance_length": 2.5, "standard_error": 0.125},
-                {"step": 9, "tokens": 9216, "acceptance_length": 2.5, "standard_error": None},
-            ],
+            "curve": [{"step": 7, "tokens": 7168, "acceptance_length": 2.5}],
         }
     ],
     "command": "eagle31 train owner/target --prompts owner/conversations --out drafter",
@@ -155,7 +152,7 @@ def test_no_network_and_a_name_that_is_none(folder, monkeypatch):
 def test_the_card_tells_use_evidence_training_limits_and_licence(folder):
     card = fill_card(folder, "owner/drafter")
     wanted = ["assistant_model=eagle", "vllm serve owner/target", "sglang.launch_server --model-path owner/target",
-              "| max_steps | 7 |", "| 7,168 | 2.500 ± 0.125 |",
+              "| max_steps | 7 |", "| 7,168 | 2.500 |",
               "eagle31 train owner/target --prompts owner/conversations", "up to 512 tokens", "apache-2.0",
               "2.3 M parameters",
               "draft vocabulary 4096 of 8192", "each normed", "after the norm"]  # fmt: skip

@@ -12,8 +12,8 @@ from eagle31_hf.demo import CONVERSATIONS, drafter_path
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.sampling.draw import choose
 from eagle31_hf.stats import Acceptance
-from eagle31_hf.training.measure import EvaluationPrompt, acceptance_error, rounds_of, write_texts
-from helpers import configured, demo_tokenizer, seeded, target_of
+from eagle31_hf.training.measure import EvaluationPrompt, rounds_of, write_texts
+from helpers import configured, demo_tokenizer, target_of
 
 NEW_TOKENS = 32
 
@@ -99,12 +99,3 @@ def test_texts_end_where_the_target_ends_them(drafter: Eagle31Drafter, prompts: 
             write_texts(binding, prompts[:1], 0.0, max_new_tokens=NEW_TOKENS)
     assert int(shorter.texts[0].text.ids[-1]) == third
     assert shorter.texts[0].num_rounds_tokens <= 2
-
-
-def test_the_error_of_a_length_is_that_of_resampled_texts() -> None:
-    with seeded(0):
-        taken = [round(float(100 + 100 * each)) for each in torch.rand(40, dtype=torch.float64)]
-    ours = [Acceptance(rounds, accepted=300 - rounds) for rounds in taken]
-    picks = torch.randint(40, (2000, 40), generator=torch.Generator().manual_seed(0)).tolist()
-    resampled = torch.tensor([Acceptance.of(ours[i] for i in pick).acceptance_length for pick in picks])
-    assert acceptance_error(ours) == pytest.approx(float(resampled.std()), rel=0.1)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from eagle31_hf.errors import TrainingError
 from eagle31_hf.training.progress import StopRequest, describe_kept, open_folder
-from eagle31_hf.training.report import TrainingPlan, TrainingReport, learning_curve
+from eagle31_hf.training.report import TrainingPlan, TrainingReport
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.writing import KeptLines
 
@@ -103,14 +103,3 @@ def test_the_plans_minutes_hold_the_measurements() -> None:
     assert PLAN.total_s == 30 * 2 + 3 * 50
     assert PLAN.tokens_per_step == 800
     assert "measured  3 x 64 prompts, about 50 s each\ntime      3.5 minutes" in str(PLAN)
-
-
-# --- the record -------------------------------------------------------------------------------------------------------
-
-
-def test_the_learning_curve_is_what_was_measured_by_step_and_tokens() -> None:
-    log = [{"step": 10, "loss": 2.0}, {"step": 20, "eval_acceptance_length": 1.75, "eval_acceptance_error": 0.05}]
-    point = {"step": 20, "tokens": 2010, "acceptance_length": 1.75, "standard_error": 0.05}
-    assert learning_curve(log, 100.5) == [point]
-    of_one_prompt = learning_curve([log[1] | {"eval_acceptance_error": float("inf")}], 100.5)
-    assert of_one_prompt == [point | {"standard_error": None}], "JSON has no infinity"

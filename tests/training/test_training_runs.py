@@ -72,6 +72,8 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     (stage,) = second.record["stages"]
     assert (stage["name"], stage["steps"]) == ("stage2", 1)
     assert [point["step"] for point in stage["curve"]] == [0, 1], "beside what it began with"
+    per_step = second.record["plan"]["tokens"] / second.record["plan"]["rows"] * 2
+    assert [point["tokens"] for point in stage["curve"]] == [0, round(per_step)]
     anew = train_drafter(replace(told, fresh=True))
     assert anew.record["stages"] == report.record["stages"]
     assert (told.out / "model.safetensors").read_bytes() == weights

@@ -36,7 +36,7 @@ _RECORD = {"target": str, "license": str, "conditions": str, "data": list, "stag
 """What a card must tell beside the checkpoint: fields of `training_report.json`, as `training.report` writes them.
 
 `stages` holds `{"name": …, "acceptance": {category: {"rounds", "accepted", "drafted_at", "accepted_at"}}}`, with a
-`curve` of `{"step", "tokens", "acceptance_length", "standard_error"}` where it was kept. A `command` may stand beside.
+`curve` of `{"step", "tokens", "acceptance_length"}` where it was kept. A `command` may stand beside.
 """
 
 
@@ -77,8 +77,7 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
     except (TemplateError, AttributeError, TypeError) as error:
         raise PublishingError(
             f"{RECORD_FILE} holds stages whose acceptance or curve is none ({first_line(error)}); wanted rounds, "
-            "accepted, drafted_at and accepted_at by category, and points of tokens, acceptance_length and "
-            "standard_error"
+            "accepted, drafted_at and accepted_at by category, and points of tokens and acceptance_length"
         ) from error
     return str(card)
 

@@ -11,7 +11,6 @@ are better known than either.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -241,13 +240,6 @@ def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, d
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
-
-
-def acceptance_error(rounds: Sequence[Acceptance]) -> float:
-    """Standard error of an acceptance length over prompts, by linearisation of the quotient of sums."""
-    tokens, taken = torch.tensor([(text.accepted + text.rounds, text.rounds) for text in rounds], dtype=torch.float64).T
-    parts = (tokens - Acceptance.of(rounds).acceptance_length * taken) / taken.mean()
-    return float(parts.std()) / math.sqrt(len(parts)) if len(parts) > 1 else math.inf
 
 
 def served_length(by_temperature: Sequence[Sequence[Acceptance]]) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -117,7 +116,7 @@ class TrainingReport:
         folder: of the drafter.
         record: what `training_report.json` there holds. Its one entry of `stages` has `name`, optimiser `steps` done,
             the last training `loss`, `acceptance` by kind of prompt (fields of `stats.Acceptance` and their
-            `acceptance_length`) and the `curve` of what was measured while it learned.
+            `acceptance_length`), and a `curve` of `step`, `tokens` seen and `acceptance_length` while it learned.
     """
 
     folder: Path
@@ -149,20 +148,6 @@ def read_report(folder: Path) -> TrainingReport | None:
         return TrainingReport(folder, record) if record["plan"]["steps"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def learning_curve(log: Sequence[dict[str, float]], tokens_per_step: float) -> list[dict[str, float | None]]:
-    """Measured acceptance by step and tokens seen, from a trainer's log; one prompt alone has no error."""
-    return [
-        {
-            "step": entry["step"],
-            "tokens": round(entry["step"] * tokens_per_step),
-            "acceptance_length": entry["eval_acceptance_length"],
-            "standard_error": error if math.isfinite(error := entry["eval_acceptance_error"]) else None,
-        }
-        for entry in log
-        if "eval_acceptance_length" in entry
-    ]
 
 
 # --- the record -------------------------------------------------------------------------------------------------------

@@ -46,7 +46,6 @@ from .report import (
     TrainingPlan,
     TrainingReport,
     differences,
-    learning_curve,
     make_record,
     read_report,
     recipe_of,
@@ -329,7 +328,15 @@ class Run:
                 kind: asdict(counts) | {"acceptance_length": counts.acceptance_length}
                 for kind, counts in acceptance.items()
             },
-            "curve": learning_curve(state.log_history, plan.tokens_per_step),
+            "curve": [
+                {
+                    "step": entry["step"],
+                    "tokens": round(entry["step"] * plan.tokens_per_step),
+                    "acceptance_length": entry["eval_acceptance_length"],
+                }
+                for entry in state.log_history
+                if "eval_acceptance_length" in entry
+            ],
         }
 
     def _arguments(self, steps: int) -> TrainingArguments:

@@ -30,7 +30,7 @@ from ..errors import CheckpointError, CheckpointFormatError, TrainingError, firs
 from ..stats import Acceptance
 from ..targets.devices import quick_dtype
 from .data import PackedBatch
-from .measure import KnownTexts, TextRounds, acceptance_error, rounds_of, served_length
+from .measure import KnownTexts, TextRounds, rounds_of, served_length
 from .objectives import DistillationModel, Losses
 
 DRAFT_TOKENS = 5
@@ -124,7 +124,6 @@ class DistillationTrainer(Trainer):
         greedy = Acceptance.of(rounds[0])
         figures = {
             "acceptance_length": greedy.acceptance_length,
-            "acceptance_error": acceptance_error(rounds[0]),
             **{f"acceptance_at_{position}": value for position, value in enumerate(greedy.cumulative_acceptance, 1)},
             **{f"acceptance_length_{kind}": each.acceptance_length for kind, each in by_category(rounds[0]).items()},
             "served_length": served_length(rounds),
