@@ -21,12 +21,15 @@ def test_a_log_gets_a_line_at_the_end() -> None:
     assert line.startswith("the target writes: 10 of 10 in")
 
 
-def test_a_terminal_gets_a_bar() -> None:
+def test_the_bar_moves_while_no_text_has_ended() -> None:
     written = io.StringIO()
-    with Counting(Console(file=written, force_terminal=True, width=120), "the target writes", 8) as counting:
+    console = Console(file=written, force_terminal=True, width=120)
+    with Counting(console, "the target writes prompts", 8) as counting:
         counting.advance(1)
+        counting.advance(0, 2.5)
         counting.bar.refresh()
-    assert "1 of 8" in written.getvalue()
+        assert counting.bar.tasks[0].completed == 3.5
+        assert "1 of 8" in written.getvalue()
 
 
 def test_steps_are_counted_with_their_figures_and_a_measurement_has_a_line() -> None:

@@ -45,11 +45,12 @@ def test_writing_goes_on_after_a_kill(tmp_path: Path, target, tokenizer, monkeyp
     kept = file.read_bytes().count(b"\n")
     monkeypatch.chdir(target_path().parent)
     monkeypatch.setattr(target, "name_or_path", target_path().name)  # the same target, started from elsewhere
-    calls: list[int] = []
-    again = regenerate(rows, target, tokenizer, file, how, on_progress=calls.append)
+    calls: list[tuple[int, float]] = []
+    again = regenerate(rows, target, tokenizer, file, how, on_progress=lambda *call: calls.append(call))
     assert again == whole
-    assert calls[0] == kept
-    assert sum(calls) == 5
+    assert calls[0] == (kept, 0.0)
+    assert sum(ended for ended, _ in calls) == 5
+    assert any(0 < underway < 1 for _, underway in calls), "the bar moves with tokens"
     longer = regenerate(rows, target, tokenizer, file, replace(how, max_new_tokens=7))
     assert {len(row.answer_ids) for row in longer} == {7}, "by other settings they are written anew"
     assert regenerate(rows, target, tokenizer, file, how) == whole, "and the others stay"
@@ -72,7 +73,7 @@ def test_rows_are_known_by_what_they_ask(tmp_path: Path, target, tokenizer) -> N
     new = replace(rows[0], messages=({"role": "user", "content": "A taxi, please."},))
     moved = [new, *(replace(row, id=f"f-{i}") for i, row in enumerate(rows, 2))]  # one line put in front
     counts: list[int] = []
-    again = regenerate(moved, target, tokenizer, file, how, on_progress=counts.append)
+    again = regenerate(moved, target, tokenizer, file, how, on_progress=lambda ended, _: counts.append(ended))
     assert counts[0] == 2, "both rows are kept"
     assert [row.id for row in again] == ["f-1", "f-2", "f-3"]
     assert again[0].messages[0]["content"] == "A taxi, please."

@@ -121,7 +121,7 @@ def write_texts(
     max_new_tokens: int,
     seed: int = 0,
     batch_size: int = 16,
-    on_progress: OnProgress = lambda ended: None,
+    on_progress: OnProgress = lambda ended, underway: None,
 ) -> KnownTexts:
     """Let the target answer `prompts` without a drafter, and read its answers once.
 
@@ -139,9 +139,10 @@ def write_texts(
                 [prompt.input_ids for prompt in batch],
                 seed=seed + first,
                 max_new_tokens=max_new_tokens,
+                on_token=partial(on_progress, 0),
                 **sampling_options(temperature),
             )
-        on_progress(len(batch))
+        on_progress(len(batch), 0.0)
         for row, (prompt, answer) in enumerate(zip(batch, answers, strict=True)):
             if len(answer) > 1:
                 sampled = (seed + first, len(batch), row, len(answer))

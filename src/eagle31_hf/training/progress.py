@@ -60,10 +60,11 @@ class Counting:
         self._started_at = self._said_at = time.monotonic()
         self._ended, self.figures = 0, ""
 
-    def advance(self, ended: int) -> None:
-        """So many more have ended."""
+    def advance(self, ended: int, underway: float = 0.0) -> None:
+        """So many more have ended; `underway` is how much of the others is done, so that the bar moves meanwhile."""
         self._ended += ended
-        self.bar.update(self._task, completed=self._ended, note=self._so_far())
+        done = max(self._ended + underway, self.bar.tasks[0].completed)
+        self.bar.update(self._task, completed=done, note=self._so_far())
         if time.monotonic() - self._said_at >= LINE_EVERY_S:
             seconds = self.bar.tasks[0].time_remaining
             self._say(self._so_far() + ("" if seconds is None else f", {seconds / 60:.0f} minutes left"))

@@ -97,7 +97,7 @@ def write_prompts(
     write_rows: int = 64,
     seed: int = 0,
     max_new_tokens: int = MOST_TOKENS,
-    on_progress: OnProgress = lambda ended: None,
+    on_progress: OnProgress = lambda ended, underway: None,
 ) -> list[Conversation]:
     """`count` distinct prompts by the target itself, kept in `path` (JSONL) batch by batch.
 
@@ -112,16 +112,16 @@ def write_prompts(
     )
     kept = lines.rows
     seen = {row["prompt"] for row in kept}
-    on_progress(min(len(kept), count))
+    on_progress(min(len(kept), count), 0.0)
     batch, fruitless = (kept[-1]["batch"] + 1 if kept else 0), 0
     while (missing := count - len(kept)) > 0:
         size = min(write_rows, max(FEWEST_AT_A_TIME, 2 * missing))
         chance = random.Random(f"prompts {seed} {batch}")
-        texts = _write_batch_of_prompts(target, tokenizer, size, chance, max_new_tokens)
+        texts = _write_batch_of_prompts(target, tokenizer, size, chance, max_new_tokens, on_progress)
         admitted = [text for text in dict.fromkeys(texts) if text and text not in seen][:missing]
         seen |= set(admitted)
         lines.add(*({"prompt": text, "batch": batch} for text in admitted))
-        on_progress(len(admitted))
+        on_progress(len(admitted), 0.0)
         batch, fruitless = batch + 1, 0 if admitted else fruitless + 1
         if fruitless == FRUITLESS_BATCHES:
             raise TrainingError(
@@ -140,6 +140,7 @@ def _write_batch_of_prompts(
     size: int,
     chance: random.Random,
     max_new_tokens: int,
+    on_progress: OnProgress,
 ) -> list[str]:
     """The user's words, all at one temperature; those that did not end are left out."""
 
@@ -155,6 +156,7 @@ def _write_batch_of_prompts(
         [ids(openings[system] + words) for system, words in starts],
         seed=chance.getrandbits(63),
         max_new_tokens=max_new_tokens,
+        on_token=lambda written: on_progress(0, written / 2),  # of the texts about half will be kept
         ends=ends,
         enough=MOST_ENDED,
         do_sample=True,

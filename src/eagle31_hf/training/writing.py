@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from .settings import TrainingSettings
 ASKING_ROLES = ("user", "tool", "text")
 ROOM_FOR_AN_ANSWER = 8
 
-OnProgress = Callable[[int], None]
-"""Called with how many rows have ended since the last call."""
+OnProgress = Callable[[int, float], None]
+"""Called with how many rows have ended since the last call, and how much of the others is written, in rows."""
 
 
 # --- a batch ----------------------------------------------------------------------------------------------------------
@@ -44,6 +45,7 @@ def write_batch(
     *,
     seed: int,
     max_new_tokens: int,
+    on_token: Callable[[float], None] = lambda written: None,
     ends: set[int] | None = None,
     enough: float = 1.0,
     **options: Any,
@@ -52,6 +54,7 @@ def write_batch(
 
     Args:
         seed: of torch's generators.
+        on_token: called after every token with how much of the answers is written, in answers.
         ends: tokens that end an answer; default: those of the target's generation config.
         enough: share of the answers after whose end the others are not waited for.
         options: more arguments of `generate`.
@@ -64,6 +67,7 @@ def write_batch(
     end_tokens = torch.tensor(sorted(ends), dtype=torch.long, device=device)
 
     def look(written: Tensor, scores: Any, **others: Any) -> Tensor:
+        on_token(len(written) * (written.shape[1] - longest) / max_new_tokens)
         ended = torch.isin(written[:, longest:], end_tokens).any(1)
         return torch.full_like(ended, bool(ended.sum() >= enough * len(prompts)))
 
@@ -101,7 +105,7 @@ def regenerate(
     path: Path,
     settings: TrainingSettings,
     *,
-    on_progress: OnProgress = lambda ended: None,
+    on_progress: OnProgress = lambda ended, underway: None,
 ) -> list[Conversation | None]:
     """Conversations whose last turn the target wrote, `None` for one whose context is too long for its first turn.
 
@@ -124,13 +128,13 @@ def regenerate(
     missing = [
         RowToWrite.of(each, key, settings) for each, key in zip(conversations, keys, strict=True) if key not in kept
     ]
-    on_progress(len(conversations) - len(missing))
+    on_progress(len(conversations) - len(missing), 0.0)
     for batch in batches(missing, settings.write_rows):
-        write_turns(batch, target, tokenizer, settings)
+        write_turns(batch, target, tokenizer, settings, on_progress)
         written = [row.to_json() for row in batch]
         lines.add(*written)
         kept |= {row["key"]: row for row in written}
-        on_progress(len(batch))
+        on_progress(len(batch), 0.0)
     return [
         replace(
             conversation,
@@ -242,10 +246,16 @@ def write_turns(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     settings: TrainingSettings,
+    on_progress: OnProgress,
 ) -> None:
     """Let the target answer conversations of one temperature, turn by turn; one whose context is too long ends."""
-    ends, chance = end_ids(target), random.Random(f"{settings.seed} {rows[0].key}")
-    while True:
+    turns, ends = max(len(row.given) for row in rows), end_ids(target)
+    chance = random.Random(f"{settings.seed} {rows[0].key}")
+
+    def on_turn(earlier: int, written: float) -> None:
+        on_progress(0, (earlier + written) / turns)
+
+    for turn in range(turns):
         prompts = {row: prompt_ids(tokenizer, row.conversation, row.context()) for row in rows if row.given}
         rows = [row for row, ids in prompts.items() if len(ids) <= max_prompt_tokens(settings)]
         if not rows:
@@ -255,6 +265,7 @@ def write_turns(
             [prompts[row] for row in rows],
             seed=chance.getrandbits(63),
             max_new_tokens=settings.max_new_tokens,
+            on_token=partial(on_turn, turn * len(rows)),
             **sampling_options(rows[0].temperature),
         )
         for row, answer in zip(rows, answers, strict=True):
