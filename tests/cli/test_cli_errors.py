@@ -35,7 +35,7 @@ def top(tmp_path_factory) -> Path:
     headed.save_pretrained(top / "tuned")  # without its head
     for name in ("unweighted", "t5", "other", "headed", "tuned"):
         tokenizer.save_pretrained(top / name)
-    for name in ("empty", "no-tokenizer"):
+    for name in ("empty", "small-pair-drafter", "no-tokenizer"):
         (top / name).mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(f"{TARGET}/{name}", top / "no-tokenizer")
@@ -53,6 +53,7 @@ IS_DRAFTER = "the target '.*' is a drafter.*name the model it was made for as th
 IS_TARGET = "a whole language model, not a drafter; name it as the target, and its drafter here"
 NO_TOKENIZER = "the folder '.*' holds no tokenizer; copy tokenizer.json"
 ONE_CARD = r"got 2 cards \(.*a plan is for one.*--device-map auto"
+MEANT = r"did you mean .*/small-pair-drafter\?$"
 CHAINS = "serve cannot do {}: "
 
 REFUSED = {
@@ -62,6 +63,7 @@ REFUSED = {
     "generate --target {top}/no --drafter {drafter} --prompt x": "no such folder",
     "plan {top}/no": "error: no target at '.*/no': no such folder; check the path$",
     f"generate --target {'x' * 300} --drafter {{drafter}} --prompt x": "no such folder",
+    "plan {top}/small-pair-drafer": MEANT,
     "generate --target {top}/empty --drafter {drafter} --prompt x": "config.json",
     "generate --target {top}/unweighted --drafter {drafter} --prompt x": "holds no complete target",
     "generate --target {top}/wrong --drafter {drafter} --prompt x": "is wrong: hidden_size is true; wanted",
@@ -87,7 +89,8 @@ REFUSED = {
     "serve --target {top}/no-tokenizer --drafter {drafter} --port 0": NO_TOKENIZER,
     "train {top}/no-tokenizer --prompts self --out {top}/out": NO_TOKENIZER,
     "plan 'Lama 3.1 8B' --card 'RTX 4090'": r"did you mean Llama 3.1 8B\?",
-    "generate --target {target} --drafter {top}/no --prompt x": "neither a local folder nor a Hub id",
+    "generate --target {top}/small-pair-drafer --drafter {drafter} --prompt x": MEANT,
+    "generate --target {target} --drafter {top}/small-pair-drafer --prompt x": MEANT,
     "inspect {top}/many": "drafter-04 and 7 more have",
     # --- without a drafter, or with the head inside a target
     "doctor --target {target} --drafter none": "this command is about a drafter",
@@ -190,8 +193,9 @@ def test_a_command_line_that_cannot_be_read_is_told_in_one_line(command, top):
     assert re.search(USAGE_ERRORS[command], message), message
 
 
-def test_nothing_is_suggested_where_nothing_is_alike():
+def test_nothing_is_suggested_where_nothing_is_alike(top):
     assert "did you mean" not in error_of("plan", "what is this", "--card", "RTX 4090")
+    assert "did you mean" not in error_of("inspect", top / "another thing")
 
 
 def test_a_device_that_is_not_there_is_named(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,22 @@ def can_be_hub_id(name: str) -> bool:
     return True
 
 
+def folder_meant(name: str) -> str:
+    """`"; did you mean PATH?"` for the folder whose name is nearest among those beside it, or nothing."""
+    path = Path(name)
+    try:
+        beside = [other.name for other in path.expanduser().parent.iterdir() if other.is_dir()]
+    except (OSError, RuntimeError, ValueError):
+        return ""
+    close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.7)
+    return f"; did you mean {path.with_name(close[0])}?" if close else ""
+
+
 def missing_folder(name: str | os.PathLike[str]) -> str:
     """One line for the path of a target that is not there; empty for what is, and for what may be a Hub id."""
     if os.path.exists(name) or can_be_hub_id(str(name)):
         return ""
-    return f"no target at {str(name)!r}: no such folder; check the path"
+    return f"no target at {str(name)!r}: no such folder{folder_meant(str(name)) or '; check the path'}"
 
 
 def _repository(name: str) -> tuple[str, str]:
@@ -119,7 +131,7 @@ def _download(repo_id: str, inner: str, patterns: list[str], options: dict[str, 
 
 
 def _why_not_found(name: str, revision: str | None, error: Exception) -> str:
-    local = "or pass a local folder that holds config.json and the weights"
+    local = f"or pass a local folder that holds config.json and the weights{folder_meant(name)}"
     if isinstance(error, hub.GatedRepoError):
         return f"{shown(name)} is gated: accept its terms on its Hub page and pass token=…, {local}"
     if isinstance(error, hub.RepositoryNotFoundError | hub.RevisionNotFoundError | hub.HFValidationError):

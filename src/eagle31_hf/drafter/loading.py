@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints.files import refuse_drafter_as_target
-from ..checkpoints.hub import missing_folder, target_class
+from ..checkpoints.hub import folder_meant, missing_folder, target_class
 from ..errors import CheckpointNotFoundError, IncompatibleTargetError, config_problem, first_line
 from ..targets.devices import SHORT_NAMES, quick_dtype
 
@@ -126,5 +126,5 @@ def _why_not_found(name: str, error: OSError) -> str:
         return missing
     return (
         f"no target at {name!r}: no such folder, and the Hub did not give it ({first_line(error)}); check the "
-        f"spelling, your access and the network, or pass a local folder"
+        f"spelling, your access and the network, or pass a local folder{folder_meant(name)}"
     )
