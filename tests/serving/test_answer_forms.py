@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
+from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.sampling.grammar import GrammarCompiler, GrammarProcessor
 from eagle31_hf.serving.answers import AnswerParser, writer_of
 from eagle31_hf.serving.api import call_grammar
@@ -339,6 +340,25 @@ def test_forced_calls_are_read_back(name, has_tokens):
         tokenizer.add_tokens(re.findall(r"<(?!param|invoke|func).*?>|\[[A-Z_]+\]", text))
     assert_forced(tokenizer, TOOLS, text)
     assert parsed(tokenizer, text) == ("", "", calls)
+
+
+@pytest.mark.parametrize("name", ["Mistral", "MiniMax XML", "Hermes JSON"])
+@pytest.mark.parametrize("function", ["files/read all", 'say "x"'])
+def test_functions_that_a_form_cannot_name_are_called_in_json_alone(name, function):
+    pytest.importorskip("llguidance")
+    tools = [{"type": "function", "function": {"name": function}}]
+    tokenizer, call = tokenizer_of(name), (function, {"x": 1})
+    assert_forced(tokenizer, tools, as_json(call))
+    assert parsed(tokenizer, as_json(call), tools=tools) == ("", "", [call])
+
+
+@pytest.mark.parametrize("parameters", [{"properties": None}, {"properties": {}, "required": "x"}])
+def test_parameters_that_are_no_schema_are_refused_in_each_form(parameters):
+    pytest.importorskip("llguidance")
+    for name in ("Qwen XML", "Hermes JSON"):
+        tokenizer = tokenizer_of(name)
+        with pytest.raises(ConfigurationError, match=r"must be an object|Expected array"):
+            assert_forced(tokenizer, [{"type": "function", "function": {"name": "f", "parameters": parameters}}], "")
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,9 @@ class Translator:
         if wanted is None:
             return None
         kind, value = wanted.kind, wanted.value
-        if kind == "call":
-            kind, value = "grammar", call_grammar(self._engine.form, value, self._tokenizer)
         try:
+            if kind == "call":
+                kind, value = "grammar", call_grammar(self._engine.form, value, self._tokenizer)
             with self._lock:
                 return self._grammars.compile(kind, value)
         except ConfigurationError as error:
@@ -136,13 +136,19 @@ def _sampling(body: AnyBody, choice: int) -> Sampling:
 # --- calls that are forced --------------------------------------------------------------------------------------------
 
 
+NAME = re.compile(r"[\w.-]+")
+"""Functions that every form can name; others are called in JSON alone."""
+
+
 def call_grammar(form: AnswerForm, tools: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
     """Texts that call one of the tools, in Lark's notation: in the form's own words or as JSON alone."""
-    functions, lark, marks = [tool["function"] for tool in tools], LarkText(tokenizer), form.call_marks
-    if marks == AnswerForm.call_marks and '"parameters":' in str(tokenizer.chat_template):
-        marks = (marks[0].replace("arguments", "parameters"), marks[1])
-    rules_of = _xml_rules if len(marks) == 4 else _json_rules
-    rules = [rules_of(lark, number, function, marks) for number, function in enumerate(functions)]
+    functions, lark, own = [tool["function"] for tool in tools], LarkText(tokenizer), form.call_marks
+    if own == AnswerForm.call_marks and '"parameters":' in str(tokenizer.chat_template):
+        own = (own[0].replace("arguments", "parameters"), own[1])
+    rules = []
+    for number, function in enumerate(functions):
+        marks = own if NAME.fullmatch(function["name"]) else AnswerForm.call_marks
+        rules.append((_xml_rules if len(marks) == 4 else _json_rules)(lark, number, function, marks))
     return "\n".join(["start: " + " | ".join(f"call{n}" for n in range(len(rules))), *rules])
 
 
@@ -150,7 +156,8 @@ def _json_rules(lark: LarkText, number: int, function: dict[str, Any], marks: Se
     """The parameters are a schema of their own, so that its references point into it."""
     before, behind = marks
     schema = json.dumps(with_white_space(function.get("parameters") or {"type": "object"}))
-    call = f"call{number}: {lark(before.replace('{}', function['name']))} arguments{number} {lark(behind)}"
+    name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
+    call = f"call{number}: {lark(before.replace('{}', name))} arguments{number} {lark(behind)}"
     return f"{call}\narguments{number}: %json {schema}"
 
 
@@ -158,9 +165,12 @@ def _xml_rules(lark: LarkText, number: int, function: dict[str, Any], marks: Seq
     """Each parameter by itself, in their order; those that are not required may be left out."""
     begin, key, key_end, end = marks
     parameters = with_types(function.get("parameters") or {})
-    required, definitions = parameters.get("required", []), {k: parameters[k] for k in ("$defs",) if k in parameters}
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ConfigurationError(f"properties of {function['name']} must be an object, and required an array")
+    definitions = {k: parameters[k] for k in ("$defs",) if k in parameters}
     parts, rules = [], []
-    for place, (name, schema) in enumerate(parameters.get("properties", {}).items()):
+    for place, (name, schema) in enumerate(properties.items()):
         value = f"value{number}x{place}"
         parts.append(f"({lark(key.format(name))} {value})" + ("" if name in required else "?"))
         rules.append(f"{value}: {_value_rule(lark, schema, definitions, key_end)}")
