@@ -71,8 +71,7 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
             categories=list(
                 dict.fromkeys(name for stage in record["stages"] for name in stage.get("acceptance") or ())
             ),
-            vllm_line=vllm_command(record["target"], repository),
-            sglang_line="" if summary.format == "speculators" else sglang_command(record["target"], repository),
+            commands=serving_commands(record["target"], repository, summary.format),
         )
     except (TemplateError, AttributeError, TypeError) as error:
         raise PublishingError(
@@ -97,19 +96,21 @@ def _read_record(folder: Path, license: str | None) -> dict[str, Any]:
     return stored
 
 
-def vllm_command(target: str, drafter: str) -> str:
-    """`vllm serve` with a drafter; both are folders or Hub ids. This line has been run (docs/formats.md)."""
-    speculative = {"method": "eagle3", "model": drafter, "num_speculative_tokens": DRAFT_TOKENS}
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
+def serving_commands(target: str, drafter: str, format: str) -> dict[str, str]:
+    """By engine that reads the layout, the line that serves a target with a drafter; both are folders or Hub ids.
 
-
-def sglang_command(target: str, drafter: str) -> str:
-    """SGLang's server with a drafter that drafts chains. As its documentation says; it has not been run."""
-    return (
-        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE3 "
-        f"--speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-steps {DRAFT_TOKENS} "
-        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFT_TOKENS + 1}"
-    )
+    vLLM's has been run (docs/formats.md).
+    """
+    target = shlex.quote(target)
+    settings = shlex.quote(json.dumps({"method": "eagle3", "model": drafter, "num_speculative_tokens": DRAFT_TOKENS}))
+    commands = {"vLLM (0.22 or later for EAGLE 3.1)": f"vllm serve {target} --speculative-config {settings}"}
+    if format != "speculators":
+        commands["SGLang (as its documentation says; not run by us)"] = (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-steps {DRAFT_TOKENS} "
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFT_TOKENS + 1}"
+        )
+    return commands
 
 
 # ---------------------------------------------------------------- publishing

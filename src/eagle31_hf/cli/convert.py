@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from transformers import AutoConfig
 
 from ..checkpoints import (
@@ -17,7 +16,7 @@ from ..checkpoints import (
     require_no_checkpoint,
     write_checkpoint,
 )
-from ..checkpoints.card import carry_records, sglang_command, vllm_command
+from ..checkpoints.card import carry_records, serving_commands
 from ..checkpoints.hub import target_class
 from ..checkpoints.layouts import parts_to_copy, written_layout
 from ..config import MtpConfig
@@ -67,7 +66,9 @@ def convert(
     if layout.needs_target and any(lacks.values()):
         wanted = " and ".join(what for what, is_missing in lacks.items() if is_missing)
         console.print(f"engines want {wanted} in {format} checkpoints: convert it with --target first", soft_wrap=True)
-    _show_serving(console, destination, format, checkpoint.target or UNKNOWN_TARGET)
+    for engine, line in serving_commands(checkpoint.target or UNKNOWN_TARGET, str(destination), format).items():
+        console.print(f"\n{engine}:", markup=False)
+        console.print(f"  {line}", soft_wrap=True, markup=False)
 
 
 def describe_target(name: str) -> dict[str, Any]:
@@ -84,13 +85,3 @@ def describe_target(name: str) -> dict[str, Any]:
             "drafter was trained for"
         ) from error
     return {"name_or_path": name, "architectures": list(config.architectures or [])}
-
-
-def _show_serving(console: Console, folder: Path, format: str, target: str) -> None:
-    """One line per engine to paste into a shell."""
-    lines = {"vLLM": vllm_command(target, str(folder))}
-    if format != "speculators":  # which SGLang does not read
-        lines["SGLang (as its documentation says; not run by us)"] = sglang_command(target, str(folder))
-    for engine, line in lines.items():
-        console.print(f"\n{engine}:", markup=False)
-        console.print(f"  {line}", soft_wrap=True, markup=False)
