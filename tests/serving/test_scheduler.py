@@ -18,7 +18,7 @@ class NotedBatch:
     def __init__(self, lengths, settings):
         self.lengths, self.settings = list(lengths), settings
         self.texts, self.reading, self.to_read = [], None, 0
-        self.began, self.log, self.ending, self.fails = [], [], [], False
+        self.began, self.log, self.ending, self.fails, self.keeps = [], [], [], False, False
 
     def begin(self, text):
         self.began.append(text)
@@ -40,6 +40,8 @@ class NotedBatch:
         self.reading = None
 
     def leave(self, text, *, trusted=True):
+        if self.keeps:
+            raise ValueError("tried in a test")
         self.texts.remove(text)
 
     def round(self):
@@ -113,7 +115,7 @@ def test_every_request_ends_and_limits_hold_whatever_happens(data):
             batch.ending.append(data.draw(st.sampled_from(batch.texts)))
         else:
             batch.lengths = data.draw(st.lists(st.integers(1, 30), min_size=5, max_size=5))
-            batch.fails = data.draw(st.integers(0, 4)) == 0
+            batch.fails, batch.keeps = (data.draw(st.integers(0, 4)) == 0 for _ in range(2))
             made.turn()
         assert len(batch.texts) <= settings.max_rows
         assert len(made.waiting) <= settings.max_waiting + settings.max_rows - made.running

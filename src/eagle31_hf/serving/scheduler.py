@@ -66,8 +66,11 @@ class Scheduler:
     def turn(self) -> None:
         """Read prompts as far as the budget goes, or whole where nothing is written yet; then a round of all that
         write. What fails ends the text that is read, or those of the round."""
-        for gone in [text for text in self.texts if text.cancelled]:
-            self._let_go(gone, Event(finish="cancelled"))
+        try:
+            for gone in [text for text in self.texts if text.cancelled]:
+                self._let_go(gone, Event(finish="cancelled"))
+        except Exception as error:  # a drafter that rests reads on before a row leaves
+            self._fail_all(list(self.batch.texts), error)
         left = self.settings.prefill_chunk
         while (left > 0 or not self.batch.texts) and (text := self._next_to_read()) is not None:
             try:
@@ -117,16 +120,22 @@ class Scheduler:
         self._tell(text, event)
 
     def _round(self) -> None:
-        """A pass of all that write. After a failure nothing that they have left behind is trusted."""
+        """A pass of all that write."""
         texts = list(self.batch.texts)
         try:
             brought = self.batch.round()
         except Exception as error:
-            logger.exception("eagle31: a round of %d texts failed", len(texts))
-            self.batch.reset()
-            brought = [(text, Event.failure(error)) for text in texts]
+            self._fail_all(texts, error)
+            return
         for text, event in brought:
             self._tell(text, event)
+
+    def _fail_all(self, texts: list[ServedText], error: Exception) -> None:
+        """End all that write; nothing that they have left behind is trusted."""
+        logger.error("eagle31: a round of %d texts failed", len(texts), exc_info=error)
+        self.batch.reset()
+        for text in texts:
+            self._tell(text, Event.failure(error))
 
     def stop(self, why: str) -> None:
         """End all texts; the last that is asked for."""
