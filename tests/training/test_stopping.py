@@ -18,8 +18,8 @@ from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.writing import KeptLines
 
 PLAN = TrainingPlan(
-    rows=10, tokens=4000, supervised_tokens=4000, coverage=1.0, rows_per_step=2, steps=30, step_s=2.0, measurements=3,
-    measurement_s=50.0, prompts=64, disk_bytes=0,
+    rows=10, tokens=4000, supervised_tokens=4000, coverage=1.0, tokens_per_step=800, steps=30, step_s=2.0,
+    measurements=3, measurement_s=50.0, prompts=64, disk_bytes=0,
 )  # fmt: skip
 
 
@@ -100,6 +100,4 @@ def test_a_stopped_run_tells_what_it_has_kept(out: Path, number: int, raised: ty
 
 
 def test_the_plans_minutes_hold_the_measurements() -> None:
-    assert PLAN.total_s == 30 * 2 + 3 * 50
-    assert PLAN.tokens_per_step == 800
     assert "measured  3 x 64 prompts, about 50 s each\ntime      3.5 minutes" in str(PLAN)

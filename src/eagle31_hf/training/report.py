@@ -42,7 +42,7 @@ class TrainingPlan:
     tokens: int
     supervised_tokens: int
     coverage: float  # share of the supervised tokens that can be drafted
-    rows_per_step: int  # packed rows in an optimiser step, on all processes together
+    tokens_per_step: float  # tokens in an optimiser step, on all processes together, without padding
     steps: int  # optimiser steps
     step_s: float  # seconds of one, measured
     measurements: int  # of acceptance
@@ -50,25 +50,16 @@ class TrainingPlan:
     prompts: int  # that acceptance is measured on
     disk_bytes: int  # checkpoints at their most
 
-    @property
-    def total_s(self) -> float:
-        """Expected seconds of training and measuring."""
-        return self.steps * self.step_s + self.measurements * self.measurement_s
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens in an optimiser step, without padding."""
-        return self.tokens / max(1, self.rows) * self.rows_per_step
-
     def __str__(self) -> str:
         prompts = count(self.prompts, "prompt")
+        total_s = self.steps * self.step_s + self.measurements * self.measurement_s
         return "\n".join(
             (
                 f"data      {count(self.tokens, 'token')} in {count(self.rows, 'row')}",
                 f"learned   {count(self.supervised_tokens, 'token')}, {self.coverage:.2%} of them can be drafted",
                 f"steps     {self.steps:,} at {self.step_s:.2f} s",
                 f"measured  {self.measurements} x {prompts}, about {self.measurement_s:.2g} s each",
-                f"time      {self.total_s / 60:.1f} minutes",
+                f"time      {total_s / 60:.1f} minutes",
                 f"disk      {size_text(self.disk_bytes)}",
             )
         )

@@ -285,12 +285,13 @@ class Run:
         settings = self.settings
         checkpoint = 12 * sum(each.numel() for each in model.parameters())  # float32, and two moments
         batch = [dataset[index % len(dataset)] for index in range(settings.batch_rows)]
+        tokens = sum(len(document.input_ids) for document in dataset.documents)
         return TrainingPlan(
             rows=len(dataset),
-            tokens=sum(len(document.input_ids) for document in dataset.documents),
+            tokens=tokens,
             supervised_tokens=int(counts.sum()),
             coverage=share_covered(counts, model.drafter.draft_ids),
-            rows_per_step=self._rows_per_step,
+            tokens_per_step=tokens / len(dataset) * self._rows_per_step,
             steps=steps,
             step_s=settings.accumulate * time_step(model, batch, bf16=self.bf16),
             measurements=math.ceil(steps / settings.eval_steps) + 1,  # of the best drafter at the end
