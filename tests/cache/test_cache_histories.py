@@ -58,3 +58,15 @@ def test_buffers_stay_where_they_are(slab: int | None) -> None:
     assert len(set(pointers)) == (1 if slab is None else 3)
     assert mirror.cache.layers[0].keys.shape[2] == (96 if slab is None else 48)
     assert mirror.cache.layers[1].keys.shape[2] == 3 + 8
+
+
+def test_rows_that_have_left_are_not_stored_in_larger_buffers() -> None:
+    mirror, alone = (Mirror([None], batch_size=rows, cache_type="full", slab=16) for rows in (3, 1))
+    for each in (mirror, alone):
+        each.commit(each.write(8), [8] * each.batch_size)
+    mirror.select([1])
+    for each in (mirror, alone):
+        each.commit(each.write(8), [8])
+        each.write(8)
+    mirror.check()
+    assert mirror.cache.num_bytes == alone.cache.num_bytes

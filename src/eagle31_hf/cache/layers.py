@@ -119,7 +119,7 @@ class SlotLayer(CacheLayerMixin):
         """Move to larger buffers."""
         grown = self._zeros_like(self.storages)
         for new, old in zip(grown, self.storages, strict=True):
-            new[:, :, : old.shape[2]].copy_(old)
+            new[:, :, : old.shape[2]].copy_(old[: len(new)])  # rows that have left are not kept
         self._replace_storages(grown)
 
     @property

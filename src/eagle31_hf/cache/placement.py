@@ -59,7 +59,7 @@ class Placement:
     def __init__(self, batch_size: int, block: int, device: torch.device):
         self.block, self.device = block, device
         self.reserved_slots = 0  # slots a full layer must own
-        self.reserved_rows = batch_size  # rows that buffers have, of which the first are live
+        self.reserved_rows = batch_size  # rows that new buffers have, of which the first are live
         self.row_changes = 0  # how often rows have joined, left or changed places
         self.set_rows([0] * batch_size)
 

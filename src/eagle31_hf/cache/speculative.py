@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from .kept_buffers import KeptBuffers
+from .kept_buffers import KeptBuffers, new_storages
 from .layers import SlotLayer
 from .masks import block_masks
 from .placement import Placement
@@ -266,7 +266,8 @@ class SpeculativeCache(Cache):
         return slots + [state for layer in self.with_states for state in layer.state_buffers]
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in ascending order, at the first places. Drops what is placed."""
+        """Keep these rows, in ascending order, at the first places. Drops what is placed; buffers that grow are for
+        these rows only."""
         for tensor in self.row_tensors(self.placement.longest):
             for place, row in enumerate(rows):
                 if place != row:
@@ -274,6 +275,9 @@ class SpeculativeCache(Cache):
         lengths, offsets = self.lengths, self.position_offsets
         self.offset_positions(None if offsets is None else offsets[:, rows])
         self.placement.set_rows([lengths[row] for row in rows])
+        self.placement.reserved_rows = len(rows)
+        for layer in self.attending:
+            layer.allocate = new_storages  # what is lent has room for all rows, and the next text will want it
 
     # In and out ------------------------------------------------------------------------------------------------------
 
