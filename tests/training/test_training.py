@@ -118,6 +118,15 @@ def test_training_ends_with_the_best_drafter(tmp_path: Path) -> None:
     assert torch.equal(trainer.model.drafter.fc.weight, best)
 
 
+def test_of_checkpoints_that_measure_alike_the_last_is_kept(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, steps=4, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="served_length", learning_rate=0.0,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+
+
 def test_nan_stops_and_names_the_last_good_checkpoint(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, steps=6)
     model = trainer.model

@@ -143,6 +143,13 @@ class DistillationTrainer(Trainer):
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """As `Trainer`; of checkpoints that measure alike the last is kept, which has learned most."""
+        is_new = super()._determine_best_metric(metrics, trial)
+        if metrics["eval_served_length"] == self.state.best_metric:
+            self.state.best_global_step = self.state.global_step
+        return is_new
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As `Trainer`."""
         try:
