@@ -31,7 +31,7 @@ def out(tmp_path: Path) -> Path:
     checkpoint = tmp_path / "stage1" / "checkpoint-1500"
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.json").write_text('{"global_step": 1500}')
-    for name in ("model.safetensors", "config.json", "recipes.json"):
+    for name in ("model.safetensors", "config.json"):
         (checkpoint / name).touch()
     return tmp_path
 

@@ -161,9 +161,9 @@ class Run:
     def _recipes(self) -> Recipes:
         """What the steps are done with: those of the checkpoint it goes on from, and its own."""
         recipe = recipe_of(self.settings)
-        if self.checkpoint is None:
+        if self.checkpoint is None or not (file := self.checkpoint / RECIPES_FILE).exists():  # of an earlier version
             return [[0, recipe]]
-        recipes: Recipes = json.loads((self.checkpoint / RECIPES_FILE).read_text(encoding="utf-8"))
+        recipes: Recipes = json.loads(file.read_text(encoding="utf-8"))
         if changed := differences(recipes[-1][1], recipe):
             say(self.console, f"changed   {changed}")
             recipes.append([step_of(self.checkpoint), recipe])

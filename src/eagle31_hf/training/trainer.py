@@ -221,7 +221,7 @@ def _is_complete(checkpoint: Path) -> bool:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return all((checkpoint / name).exists() for name in ("model.safetensors", "config.json", RECIPES_FILE))
+    return all((checkpoint / name).exists() for name in ("model.safetensors", "config.json"))
 
 
 # --- the optimiser ----------------------------------------------------------------------------------------------------
