@@ -276,9 +276,9 @@ CHUNK = 1024
 class SeenWeights:
     """Weights as they were when this was made.
 
-    Of the memory they lie in the sum of each chunk's words is compared: any one element changes it, and rows that
-    change places are seen. Columns that do so leave most sums alone, so a row in the middle is compared byte by byte.
-    It takes as long as reading all weights from memory does.
+    Of the memory they lie in the sum of each chunk's words is compared: any one element changes it, and so do rows that
+    change places, unless they share a chunk. What changes places within chunks, as columns do, leaves their sums alone,
+    so a row in the middle is compared byte by byte. It takes as long as reading all weights from memory does.
 
     Args:
         weights: the tensors.
@@ -290,9 +290,8 @@ class SeenWeights:
         self._versions = [version_of(tensor) for tensor in weights]
         self._chunks: list[Tensor] = []  # views: words (n, CHUNK / 8)
         self._samples: list[Tensor] = []  # and bytes (n,)
-        for tensor in (
-            {tensor.untyped_storage().data_ptr(): tensor for tensor in weights}.values() if by_content else ()
-        ):
+        read = {tensor.untyped_storage().data_ptr(): tensor for tensor in weights} if by_content else {}
+        for tensor in read.values():
             memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
             count, middle = len(memory) // CHUNK, len(memory) // 2
             self._chunks.append(memory[: count * CHUNK].view(count, CHUNK).view(torch.int64))
