@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -58,3 +60,21 @@ def test_jumps_of_a_busy_machine_are_seen_through(seed: int) -> None:
 def test_what_is_long_ago_is_forgotten() -> None:
     costs = timed({PLAIN: [0.01] * 8, (True, 7): [0.05] * LATEST + [0.02] * LATEST})
     assert costs.drafted(7) == pytest.approx(2.0)
+
+
+def test_threads_may_time_rounds_of_one_pair() -> None:
+    """Their texts share what rounds cost, and take turns anywhere."""
+    costs, before = RoundCosts(0.1, 6), sys.getswitchinterval()
+
+    def write(seed: int) -> None:
+        dice = random.Random(seed)
+        for _ in range(2000):
+            costs.record((dice.random() < 0.7, dice.randrange(7)), 1.0 + dice.random())
+            assert costs.drafted(6) >= costs.drafted(3) >= 1.0
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(write, range(4)))
+    finally:
+        sys.setswitchinterval(before)

@@ -68,7 +68,8 @@ class RoundCosts:
 
     def _latest(self, kind: Kind, rounds: int) -> list[tuple[int, float]]:
         """Of the last so many rounds those of this kind: length, and seconds over the cost by bytes."""
-        return [(depth, s) for number, depth, s in self._timed.get(kind, ()) if number > self._rounds - rounds]
+        timed = list(self._timed.get(kind, ()))  # other threads add to it
+        return [(depth, s) for number, depth, s in timed if number > self._rounds - rounds]
 
     def drafted(self, depth: int) -> float:
         """Of a round in which the drafter drafts so many tokens, 0 for none."""
@@ -80,15 +81,15 @@ class RoundCosts:
 
     def _table(self, *, drafts: bool) -> list[float]:
         """By draft length, rising: that less work takes longer can only be chance."""
-        if drafts not in self._tables:
+        if (table := self._tables.get(drafts)) is None:
             factors = self._factors(drafts=drafts)
             costs = (self._by_bytes((drafts, depth)) * _between(factors, depth) for depth in range(1, self.longest + 1))
-            self._tables[drafts] = list(accumulate(costs, max, initial=1.0))
-        return self._tables[drafts]
+            table = self._tables[drafts] = list(accumulate(costs, max, initial=1.0))
+        return table
 
     def _factors(self, *, drafts: bool) -> list[tuple[float, float]]:
         """How much dearer rounds are than by their bytes, `(depth, factor)`, rising from no draft on."""
-        timed = {kind: self._latest(kind, 2 * RENEWED) for kind in self._timed}
+        timed = {kind: self._latest(kind, 2 * RENEWED) for kind in list(self._timed)}
         known = {kind: each for kind, each in timed.items() if len(each) >= FEWEST}
         if PLAIN not in known:
             return [(0, 1.0)]
