@@ -43,7 +43,7 @@ class CallersCode:
         noise: what tokens are sampled by, once there is any.
         processed: by tokens of the prefix.
         why: what noise that was taken ahead cannot follow; empty while it can.
-        asked_ahead: processors were shown tokens that may not come, since a criterion has drawn before.
+        asked_ahead: processors were shown tokens that may not come, or have drawn, before a criterion drew.
     """
 
     def __init__(self, prompt_length: int, device: torch.device):
@@ -80,8 +80,9 @@ class CallersCode:
         followed = self.is_followed(length, asked=False)
         self._said[length], drew, states = self._ask((length, False), ask)
         if drew and followed:
+            met_here = bool(self.why) and self._since == (length, True)  # by a processor, which may have drawn already
+            self.asked_ahead = met_here or any(shown > length for shown in self.processed)
             self.why, self._since, self._states = _draws(", ".join(names)), (length, False), states
-            self.asked_ahead = any(shown > length for shown in self.processed)
             self.processed = {shown: made for shown, made in self.processed.items() if shown <= length}
         return self._said[length]
 
