@@ -157,3 +157,15 @@ def test_a_row_that_fails_ends_alone(pair, engine, wanted, poisoned, knows_not_a
     if again is not None:
         assert again.ended.wait(60)
         assert again.tokens == wanted[0][:4]
+
+
+def test_nothing_of_a_row_that_failed_is_left(pair, engine, poisoned):
+    """Masked keys and values are multiplied by zero, which does not make numbers of them."""
+    prompt = encode_chat(pair.tokenizer, MESSAGES)
+    for harmful, sampling in ((prompt, Sampling(0.0, logit_bias={POISON: 100.0})), ([5, POISON, 6, 7], Sampling(0.0))):
+        assert ask(engine, harmful, sampling).ended.wait(60)
+    engine.close(0)
+    caches = (engine.batch.cache, engine.batch.session.cache, engine.batch.prompt_caches.target)
+    storages = [storage for cache in caches for layer in cache.layers for storage in layer.storages]
+    assert storages
+    assert not any(storage.isnan().any() for storage in storages)
