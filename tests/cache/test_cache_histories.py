@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mirror import DTYPES, Mirror
 
+from eagle31_hf.cache.kept_buffers import KeptBuffers
+
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
@@ -61,12 +63,18 @@ def test_buffers_stay_where_they_are(slab: int | None) -> None:
 
 
 def test_rows_that_have_left_are_not_stored_in_larger_buffers() -> None:
-    mirror, alone = (Mirror([None], batch_size=rows, cache_type="full", slab=16) for rows in (3, 1))
+    mirror, alone, later = (Mirror([None], batch_size=rows, cache_type="full", slab=16) for rows in (3, 1, 3))
+    kept = KeptBuffers()
+    mirror.cache.write_in(kept, "target")
     for each in (mirror, alone):
         each.commit(each.write(8), [8] * each.batch_size)
+    lent = mirror.cache.layers[0].keys.data_ptr()
     mirror.select([1])
     for each in (mirror, alone):
         each.commit(each.write(8), [8])
         each.write(8)
     mirror.check()
     assert mirror.cache.num_bytes == alone.cache.num_bytes
+    later.cache.write_in(kept, "target")
+    later.write(8)
+    assert later.cache.layers[0].keys.data_ptr() == lent, "the next text has all rows again, where graphs look for them"
