@@ -179,11 +179,16 @@ def test_positions_of_ones_own_are_plains(given: str) -> None:
     assert_same_text(model, drafter, inputs | {"position_ids": straight})
 
 
-def test_an_invented_keyword_gets_plains_answer() -> None:
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [({"pixel_value": torch.zeros(1)}, "pixel_value"), ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "reshape")],
+    ids=["invented keyword", "empty prompt"],
+)
+def test_a_call_that_plain_decoding_refuses_gets_plains_answer(changed: dict[str, Tensor], word: str) -> None:
     said = []
     for assistant in (None, drafter_of("llama")):
-        with pytest.raises(ValueError, match="pixel_value") as error:
-            greedy("llama", one(), assistant_model=assistant, pixel_value=torch.zeros(1))
+        with pytest.raises((ValueError, RuntimeError), match=word) as error:
+            greedy("llama", {"input_ids": one()["input_ids"]} | changed, assistant_model=assistant)
         said.append(str(error.value))
     assert said[0] == said[1]
 

@@ -122,7 +122,7 @@ class Call:
         if self.attention_mask is not None:
             return self.attention_mask.shape[1]
         # transformers 5.23 drops a mask of ones (5.17 does not); the positions it made from it are still there.
-        if self.position_ids is None:
+        if self.position_ids is None or not self.position_ids.numel():
             return self.input_ids.shape[1]
         # Along several axes, as behind pictures, they are not the tokens counted.
         several = self.position_ids.dim() > 2
