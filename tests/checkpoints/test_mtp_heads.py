@@ -69,6 +69,20 @@ def test_names_and_single_experts_make_no_difference(family, alias, tmp_path):
     assert usual.config.family == family
 
 
+def test_of_several_modules_the_first_is_read(tmp_path):
+    """MiMo-V2-Flash stores three."""
+    target_with_head("mimo_v2_flash", tmp_path)
+    wanted = head_of(tmp_path)
+    first = "model.mtp.layers.0."
+
+    def add_another(stored: dict[str, Tensor]) -> None:
+        others = {name: tensor + 1 for name, tensor in stored.items() if name.startswith(first)}
+        stored |= {name.replace(first, "model.mtp.layers.1."): tensor for name, tensor in others.items()}
+
+    rewrite(tmp_path, add_another)
+    assert_equal(head_of(tmp_path), wanted)
+
+
 def split(folder: Path, *, indexed: bool = True) -> tuple[str, str]:
     """The target in one file and its head in another, which the index names or omits; both files' names."""
     stored = load_file(folder / WEIGHTS)
@@ -143,10 +157,16 @@ def test_what_is_wrong_with_a_head_is_named(folder, damage):
     assert all(fact in message for fact in facts), message
 
 
-def test_a_layer_that_does_not_fit_is_refused_when_it_is_built(folder):
-    name = "mtp.layers.0.mlp.down_proj.weight"
-    rewrite(folder, lambda stored: stored.update({name: stored[name][:, :8].contiguous()}))
-    with pytest.raises(CheckpointFormatError, match=r"layers\.0\.mlp\.down_proj\.weight is \[64, 8\], wanted"):
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("layers.0.mlp.down_proj.weight", (64, 8), r"layers\.0\.mlp\.down_proj\.weight is \[64, 8\], wanted"),
+        ("embed_tokens.weight", (8, 64), r"spare: embed_tokens\.weight"),  # other families' are the target's
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused_when_the_head_is_built(folder, name, shape, message):
+    rewrite(folder, lambda stored: stored.update({PREFIX + name: torch.ones(shape)}))
+    with pytest.raises(CheckpointFormatError, match=message):
         Eagle31Drafter.from_pretrained(folder)
 
 

@@ -55,12 +55,11 @@ _ERNIE = _PREFIX + r"((?:mtp_\w+\.0|norm)\..+)"
 _NAMES: dict[str, str | None] = {
     # Qwen, Mellum, EXAONE
     "pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm.",
-    # DeepSeek, GLM; `None`: copies of the target's
-    "eh_proj.": "fc.", "shared_head.norm.": "norm.", "shared_head.head.": None, "embed_tokens.": None,
-    "enorm.": "enorm.", "hnorm.": "hnorm.",
+    # DeepSeek, GLM
+    "eh_proj.": "fc.", "shared_head.norm.": "norm.", "enorm.": "enorm.", "hnorm.": "hnorm.",
     # Nemotron, MiMo
     "layers.0.eh_proj.": "fc.", "layers.0.enorm.": "enorm.", "layers.0.hnorm.": "hnorm.",
-    "layers.0.final_layernorm.": "norm.", "layers.1.final_layernorm.": "norm.",
+    "layers.0.final_layernorm.": "norm.",
     "layers.0.pre_mlp_layernorm.": "layers.0.post_attention_layernorm.",
     "layers.0.self_attn.attention_sink_bias": "layers.0.self_attn.sinks",
     # Ernie, whose norm is the target's final norm
@@ -98,7 +97,8 @@ class MtpFamily:
 _QWEN_MOE_FIELDS = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 _QWEN = MtpFamily(count="mtp_num_hidden_layers")
 _QWEN_MOE = replace(_QWEN, fields=_QWEN_MOE_FIELDS)
-_DEEPSEEK = MtpFamily(_LAST_LAYER, {"": "layers.0."}, fields={"first_k_dense_replace": 0})
+_COPIES = {"shared_head.head.": None, "embed_tokens.": None}  # of the target's
+_DEEPSEEK = MtpFamily(_LAST_LAYER, {**_COPIES, "": "layers.0."}, fields={"first_k_dense_replace": 0})
 _EXAONE = MtpFamily(layer_types="mtp_layer_types")
 _ONE_MODULE = {"layers.0.": "layers.0.", "layers.": None}  # further ones are for drafts that the first makes here
 
@@ -112,7 +112,7 @@ FAMILIES: dict[str, MtpFamily] = {
     "glm4_moe_lite": replace(_DEEPSEEK, fields={"mlp_layer_types": ["sparse"]}),
     "deepseek_v3": _DEEPSEEK,
     "mellum": replace(_EXAONE, fields={"mlp_layer_types": ["sparse"]}),
-    "nemotron_h": MtpFamily(layer_types="mtp_layers_block_type"),
+    "nemotron_h": MtpFamily(others={"layers.1.final_layernorm.": "norm."}, layer_types="mtp_layers_block_type"),
     "exaone_moe": replace(_EXAONE, fields={"mlp_layer_types": ["dense"]}),
     "exaone4": _EXAONE,
     "exaone4_5_text": _EXAONE,
