@@ -233,14 +233,14 @@ def _read_headers(folder: Path, source: str) -> CheckpointSummary:
     names = _canonical_names(stored.headers)
     headers = {ours: stored.headers[theirs] for ours, theirs in names.items()}
     check_vocabulary_headers({name: headers[name] for name in ("d2t", "t2d") if name in headers})
-    fields = read_config_fields(layout, raw_config, _count_layers(headers))
     try:
+        fields = read_config_fields(layout, raw_config, _count_layers(headers))
         config = Eagle31Config(**_completed_fields(layout, fields, raw_config, headers))
+        refuse_unread_fields(layout, raw_config, config)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         if isinstance(error, CheckpointFormatError):
             raise
         raise _impossible(error) from error
-    refuse_unread_fields(layout, raw_config, config)
     if not config.has_reduced_vocabulary:
         # A full vocabulary needs no map. Some writers keep an identity map: checked, then dropped.
         if "d2t" in names and stored.load([names["d2t"]])[names["d2t"]].any():

@@ -63,8 +63,8 @@ def check_rope(config: Eagle31Config) -> None:
         )
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # which takes a second to import
 
-    ends = torch.tensor([[0, config.max_position_embeddings]])
     try:
+        ends = torch.tensor([[0, config.max_position_embeddings]])
         cos, sin = LlamaRotaryEmbedding(config)(torch.ones(1), ends)
         sound = bool((cos.isfinite() & sin.isfinite()).all()) and cos.shape[-1] == config.head_dim
     except Exception as error:  # formulas for settings that were not looked at may raise anything

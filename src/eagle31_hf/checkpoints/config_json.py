@@ -348,7 +348,8 @@ def refuse_unread_fields(layout: Layout, stored: Mapping[str, Any], config: Eagl
         return
     for name, harmless in harmless_values(config).items():
         value = get_path(stored, name if "." in name else layout.layer_config + name)
-        by_layer = value[: config.num_hidden_layers] if isinstance(value, list) else [value]
+        is_by_layer = name == "no_rope_layers" and isinstance(value, list)
+        by_layer = value[: config.num_hidden_layers] if is_by_layer else [value]
         if value is not None and not all(_is_one_of(each, harmless) for each in by_layer):
             raise CheckpointFormatError(
                 f"config.json: {name} is {shown(value)}, which changes what a drafter computes and is not computed "
