@@ -116,6 +116,7 @@ REFUSED = {
     "plan {target} --card 'RTX 4090, RTX 3090'": ONE_CARD,
     "plan {target} --card '4090 + 3090'": ONE_CARD,
     "plan {target} --card '2x RTX 4090'": ONE_CARD,
+    "plan {target} --card '24,576 MiB'": r"got card '24,576 MiB', which is not known",
     "generate --prompt x --memory auto --card 'RTX 4090' --card 'RTX 3090'": ONE_CARD,
     "plan {target} --card 'RTX 9999'": "RTX 4090",
     "plan {target} --card 'RTX 5090 laptop'": r"did you mean RTX 5090\?",

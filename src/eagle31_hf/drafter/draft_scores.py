@@ -48,9 +48,10 @@ class RowScores:
 
     def __call__(self, scores: Tensor, drafted: Tensor) -> Tensor:
         """Processed draft scores `(1, V)` after drafts `(n,)`, or the scores as they are where nothing is asked."""
-        has_ended = len(drafted) > 0 and int(drafted[-1]) in self._eos_ids
+        is_grammar = bool(self._processing.in_order)  # others need not wait for the device to say that it has ended
+        has_ended = is_grammar and len(drafted) > 0 and int(drafted[-1]) in self._eos_ids
         processed = None if has_ended or self._is_silent else self._ask(scores, drafted)
-        self._is_silent = processed is None or not bool(processed.isfinite().any())
+        self._is_silent = processed is None or (is_grammar and not bool(processed.isfinite().any()))
         return scores if processed is None or self._is_silent else processed
 
     def _ask(self, scores: Tensor, drafted: Tensor) -> Tensor | None:

@@ -130,7 +130,7 @@ def _several(card: str) -> list[str]:
     """`"2x RTX 4090"` and `"RTX 4090, RTX 3090"` are two."""
     if number := re.fullmatch(r"\s*(\d{1,2})\s*[x×*]\s*(\D.*)", card):
         return [number[2].strip()] * int(number[1])
-    return [part.strip() for part in re.split(r"[,;+&]|\band\b", card) if part.strip()]
+    return [part.strip() for part in re.split(r",(?!\d)|[;+&]|\band\b", card) if part.strip()]
 
 
 def find_card(card: str | int | Card | None) -> Card:
