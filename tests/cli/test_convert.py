@@ -9,7 +9,7 @@ from command_line import DRAFTER, TARGET, error_of, run
 from transformers import AutoModelForCausalLM
 
 from eagle31_hf import Eagle31Config
-from eagle31_hf.checkpoints import Checkpoint, read_checkpoint, write_checkpoint
+from eagle31_hf.checkpoints import TARGET_MODEL, Checkpoint, read_checkpoint, write_checkpoint
 from eagle31_hf.checkpoints.eagle_network import expected_shapes
 
 
@@ -62,6 +62,15 @@ def test_convert_writes_the_target_down_and_prints_lines_to_paste(tmp_path):
     run("convert", folder, tmp_path / "speculators", "--format", "speculators")
     verifier = json.loads((tmp_path / "speculators" / "config.json").read_text())["speculators_config"]["verifier"]
     assert verifier == {"name_or_path": TARGET, "architectures": ["LlamaForCausalLM"]}
+
+
+def test_a_folder_of_the_target_leaves_its_name_in_the_file(tmp_path):
+    named = read_checkpoint(DRAFTER)
+    named.metadata[TARGET_MODEL] = {"name_or_path": "maker/target"}
+    write_checkpoint(named, tmp_path / "named", format="plain")
+    shown = run("convert", tmp_path / "named", tmp_path / "out", "--target", TARGET).stdout
+    assert "vllm serve maker/target" in shown
+    assert read_checkpoint(tmp_path / "out").target == "maker/target"
 
 
 def test_convert_says_that_a_loader_will_ask_for_the_target(tmp_path):

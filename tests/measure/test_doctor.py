@@ -235,6 +235,7 @@ def test_one_text_is_no_verdict(target: Any, tokenizer: Any) -> None:
     subject = Subject(attached(target), tokenizer, CONVERSATIONS[:1])
     seen = examine(subject, new_tokens=8)
     assert seen.verdict == "too few texts to tell (1): at least 3 are needed, give more prompts"
+    assert {finding.check: finding.level for finding in seen.findings}["acceptance"] == "note"
     late = replace(seen, findings=[*seen.findings, Finding("time", "note", "1 of 3 texts")])
     assert late.verdict.endswith("give more time (--thorough)")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.writing import KeptLines
 
 PLAN = TrainingPlan(
-    rows=10, tokens=4000, supervised_tokens=4000, coverage=1.0, tokens_per_step=800, steps=30, step_s=2.0,
+    rows=10, tokens=4000, supervised_tokens=4000, coverage=1.0, tokens_per_step=800, steps=30, done=0, step_s=2.0,
     measurements=3, measurement_s=50.0, prompts=64, disk_bytes=0,
 )  # fmt: skip
 
@@ -101,3 +101,6 @@ def test_a_stopped_run_tells_what_it_has_kept(out: Path, number: int, raised: ty
 
 def test_the_plans_minutes_hold_the_measurements() -> None:
     assert "measured  3 x 64 prompts, about 50 s each\ntime      3.5 minutes" in str(PLAN)
+    rest = str(replace(PLAN, done=15))
+    assert "30 at 2.00 s, 15 of them done" in rest
+    assert "time      3.0 minutes" in rest

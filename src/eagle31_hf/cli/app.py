@@ -179,8 +179,9 @@ def _common(
 
 def _quiet_transformers() -> None:
     """Its progress bars and advice about generation flags would stand between the lines of ours, as would what
-    bitsandbytes says of kernels it could download."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    bitsandbytes says of kernels it could download, and torch's compiler of CUDA where there is no card."""
+    for name in ("bitsandbytes.backends.cpu.ops", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if "transformers" in sys.modules:
         said = import_module("transformers.utils.logging")
         said.disable_progress_bar()

@@ -50,7 +50,12 @@ def convert(
     layout = written_layout(format)
     parts: set[str] = set()
     if target is not None:
-        checkpoint.metadata[TARGET_MODEL] = describe_target(target)
+        described = describe_target(target)
+        if (
+            Path(target).is_dir() and checkpoint.target
+        ):  # the file's own name of it says more than a folder of one machine
+            described["name_or_path"] = checkpoint.target
+        checkpoint.metadata[TARGET_MODEL] = described
         if parts := parts_to_copy(layout, checkpoint.config):
             from ..drafter.drafter import copy_from_target  # a slow import, needed here alone
 

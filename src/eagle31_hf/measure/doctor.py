@@ -302,12 +302,13 @@ def promised_acceptance(folder: Path | None) -> list[float]:
 def _acceptance_finding(greedy: Written, promised: Sequence[float]) -> Finding:
     length = greedy.result.tokens_per_pass or 0.0
     text = f"{length:.2f} tokens a pass over {count(len(greedy.texts), 'prompt')}"
-    if not promised:
-        return Finding("acceptance", "ok" if length >= USELESS_LENGTH else "note", text)
-    least, most = (f"{each(promised):.2f}" for each in (min, max))
-    text += f"; its training report says {least}" + (f" to {most}, depending on the prompt" if most > least else "")
+    if promised:
+        least, most = (f"{each(promised):.2f}" for each in (min, max))
+        text += f"; its training report says {least}" + (f" to {most}, depending on the prompt" if most > least else "")
     if len(greedy.texts) < FEWEST_JUDGED:
         return Finding("acceptance", "note", f"{text}; too few texts to judge by")
+    if not promised:
+        return Finding("acceptance", "ok" if length >= USELESS_LENGTH else "note", text)
     if length >= SHARE_OF_CARD * min(promised):
         return Finding("acceptance", "ok", text)
     advice = "the target may have been fine-tuned or quantised since, or these prompts are of another kind: "

@@ -257,7 +257,7 @@ def _longest_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
         settings = replace(plan.settings, cache_type=kind, draft_tokens=plan.settings.draft_tokens or 1)
         graphs = " with graphs" if captures_steps(plan.target, plan.card, settings) else " without graphs"
         graphs = graphs if plan.card.kind == "cuda" else ""  # nothing is captured elsewhere
-        stored = ", keys and values in 8 bits" if kind == "int8" else ""
+        stored = " with keys and values in 8 bits" if kind == "int8" else ""
         rows.append((f"longest{graphs}", _tokens_text(plan, tokens) + stored))
         if tokens >= (plan.target.max_position_embeddings or tokens + 1):  # nothing is longer
             break

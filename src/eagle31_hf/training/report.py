@@ -44,6 +44,7 @@ class TrainingPlan:
     coverage: float  # share of the supervised tokens that can be drafted
     tokens_per_step: float  # tokens in an optimiser step, on all processes together, without padding
     steps: int  # optimiser steps
+    done: int  # of these, by the run that is gone on with
     step_s: float  # seconds of one, measured
     measurements: int  # of acceptance
     measurement_s: float  # seconds of one, from one text of it
@@ -52,12 +53,12 @@ class TrainingPlan:
 
     def __str__(self) -> str:
         prompts = count(self.prompts, "prompt")
-        total_s = self.steps * self.step_s + self.measurements * self.measurement_s
+        total_s = (self.steps - self.done) * self.step_s + self.measurements * self.measurement_s
         return "\n".join(
             (
                 f"data      {count(self.tokens, 'token')} in {count(self.rows, 'row')}",
                 f"learned   {count(self.supervised_tokens, 'token')}, {self.coverage:.2%} of them can be drafted",
-                f"steps     {self.steps:,} at {self.step_s:.2f} s",
+                f"steps     {self.steps:,} at {self.step_s:.2f} s" + f", {self.done:,} of them done" * (self.done > 0),
                 f"measured  {self.measurements} x {prompts}, about {self.measurement_s:.2g} s each",
                 f"time      {total_s / 60:.1f} minutes",
                 f"disk      {size_text(self.disk_bytes)}",

@@ -286,6 +286,7 @@ class Run:
         checkpoint = 12 * sum(each.numel() for each in model.parameters())  # float32, and two moments
         batch = [dataset[index % len(dataset)] for index in range(settings.batch_rows)]
         tokens = sum(len(document.input_ids) for document in dataset.documents)
+        done = 0 if self.checkpoint is None else step_of(self.checkpoint)
         return TrainingPlan(
             rows=len(dataset),
             tokens=tokens,
@@ -293,8 +294,9 @@ class Run:
             coverage=share_covered(counts, model.drafter.draft_ids),
             tokens_per_step=tokens / len(dataset) * self._rows_per_step,
             steps=steps,
+            done=done,
             step_s=settings.accumulate * time_step(model, batch, bf16=self.bf16),
-            measurements=math.ceil(steps / settings.eval_steps) + 1,  # of the best drafter at the end
+            measurements=math.ceil((steps - done) / settings.eval_steps) + 1,  # of the best drafter at the end
             measurement_s=time_measurement(model.drafter, known),
             prompts=prompts,
             disk_bytes=KEPT_CHECKPOINTS * checkpoint,
