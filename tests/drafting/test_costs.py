@@ -70,7 +70,7 @@ def test_threads_may_time_rounds_of_one_pair() -> None:
         dice = random.Random(seed)
         for _ in range(2000):
             costs.record((dice.random() < 0.7, dice.randrange(7)), 1.0 + dice.random())
-            assert costs.drafted(6) >= costs.drafted(3) >= 1.0
+            assert costs.drafted(6) >= 1.0
 
     sys.setswitchinterval(1e-6)
     try:
