@@ -241,9 +241,9 @@ def decision_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
         ("graphs", "yes" if plan.has_graphs else "no, steps are eager"),
         ("draft", _draft_text(plan)),
     ]
-    if settings.speculates:
-        weights = size_text(part_bytes(plan)["drafter"])
-        rows.append(("drafting adds", f"{size_text(plan.drafter_bytes)} at the peak, {weights} of it weights"))
+    if settings.speculates and plan.drafter is not None:
+        weights = f"{size_text(part_bytes(plan)['drafter'])} of it weights of {plan.drafter.name}"
+        rows.append(("drafting adds", f"{size_text(plan.drafter_bytes)} at the peak, {weights}"))
     rows += [("given up", what) for what in plan.given_up]
     return rows + [("would fit", " ".join(other)) for other in plan.alternatives]
 
