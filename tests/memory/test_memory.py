@@ -131,8 +131,8 @@ def test_more_of_anything_never_takes_less(context: int, chunk: int, batch: int,
         {"draft_tokens": depth + 1},
     ):
         # Of positions and ids a few kilobytes come and go, and of a chunk twice as long half a megabyte of gigabytes.
-        # A chunk of 1,024 tokens no longer repeats the mask for each head of a group (`shape.repeats_mask`), which beside
-        # keys unpacked from 8 bits is the peak's largest part: up to 2.6 % at 133,000 tokens.
+        # 1,024 tokens no longer repeat the mask for each head of a group (`shape.repeats_mask`): beside keys unpacked
+        # from 8 bits that takes up to 2.6 % off the peak, at 133,000 tokens.
         tolerance = 0.03 if packed and "prefill_chunk" in more else 1e-4
         assert replace(BASE, settings=replace(small, **more)).peak_bytes >= peak * (1 - tolerance), more
 
