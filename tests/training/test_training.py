@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -125,6 +126,24 @@ def test_of_checkpoints_that_measure_alike_the_last_is_kept(tmp_path: Path) -> N
     )  # fmt: skip
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+
+
+def test_a_resumed_run_measures_the_best_checkpoint_on_its_own_texts(tmp_path: Path) -> None:
+    """They may be others than before, whose figures say nothing beside those to come."""
+    whole, resumed = (
+        make_trainer(
+            tmp_path, steps=8, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+            metric_for_best_model="served_length",
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    whole.train()
+    state = tmp_path / "checkpoint-4" / "trainer_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"best_metric": 99.0, "best_global_step": 2}))
+    resumed.train(resume_from_checkpoint=str(state.parent))
+    measured = {e["step"]: e["eval_served_length"] for e in resumed.state.log_history if "eval_served_length" in e}
+    assert resumed.state.best_metric == max(measured[step] for step in (2, 6, 8))
+    assert losses_of(resumed) == losses_of(whole), "it goes on with the weights of the last"
 
 
 def test_nan_stops_and_names_the_last_good_checkpoint(tmp_path: Path) -> None:

@@ -296,7 +296,8 @@ class Run:
             steps=steps,
             done=done,
             step_s=settings.accumulate * time_step(model, batch, bf16=self.bf16),
-            measurements=math.ceil((steps - done) / settings.eval_steps) + 1,  # of the best drafter at the end
+            # of the best drafter, too: at the end, and where a run is gone on with
+            measurements=math.ceil((steps - done) / settings.eval_steps) + 1 + (done > 0),
             measurement_s=time_measurement(model.drafter, known),
             prompts=prompts,
             disk_bytes=KEPT_CHECKPOINTS * checkpoint,

@@ -177,6 +177,15 @@ class DistillationTrainer(Trainer):
             group["lr"] *= rate / group["initial_lr"]
             group["initial_lr"] = rate
         schedule.load_state_dict(schedule.state_dict() | {"base_lrs": rates})
+        self._measure_best_again(checkpoint)
+
+    def _measure_best_again(self, checkpoint: str | None) -> None:
+        """What is best so far, on this run's texts: other options or edited rows make others, with other figures."""
+        best = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        if checkpoint is not None and best.is_dir():
+            copy_weights(best, self.model.drafter)
+            self.state.best_metric = served_length(self.measure())
+            copy_weights(Path(checkpoint), self.model.drafter)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         copy_weights(Path(resume_from_checkpoint), self.model.drafter)
