@@ -90,6 +90,12 @@ def test_draft_rows_are_counted_on_ones_own_texts(target, tmp_path):
     alone = shutil.copytree(target, tmp_path / "alone", ignore=shutil.ignore_patterns("tokenizer*"))
     counted = ("--out", tmp_path / "x", "--draft-vocab", 64, "--prompts", chats)
     assert "holds no tokenizer" in error_of("mtp", alone, *counted)
+    unlearned = {"role": "assistant", "content": answer, "weight": 0}
+    for answers, advice in ([], "give its answer"), ([unlearned], "name conversations with answers"):
+        chats.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}, *answers]}))
+        error = error_of("mtp", target, *counted)
+        assert advice in error
+        assert "--max-length" not in error
 
 
 def test_inspect_says_what_head_a_target_holds(target, tmp_path):

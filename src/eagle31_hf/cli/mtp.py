@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -86,5 +85,5 @@ def _counted(base: str, sources: list[str], vocab_size: int) -> torch.Tensor:
 
     require_tokenizer(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    documents, _ = render_documents(read_conversations(sources), tokenizer, max_length=sys.maxsize)
+    documents, _ = render_documents(read_conversations(sources), tokenizer, max_length=None)
     return count_supervised(documents, vocab_size)

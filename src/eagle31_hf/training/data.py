@@ -41,7 +41,7 @@ def render_documents(
     conversations: Iterable[Conversation],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    max_length: int,
+    max_length: int | None,
     learns_all: bool = False,
 ) -> tuple[list[Document], Counter[str]]:
     """Render conversations to documents of at most `max_length` tokens; the end of longer ones is left out.
@@ -62,7 +62,7 @@ def render_documents(
     for conversation in conversations:
         answer = len(conversation.answer_ids)
         for number, (ids, mask) in enumerate(render_turns(tokenizer, conversation, learns_all=learns_all)):
-            counts["truncated"] += len(ids) > max_length
+            counts["truncated"] += max_length is not None and len(ids) > max_length
             written_from = len(ids) - answer if answer and not number else None
             ids, mask = ids[:max_length], mask[:max_length]
             if not any(mask[2:]):  # the first two tokens of a document cannot be drafted
@@ -73,10 +73,12 @@ def render_documents(
             temperature = None if number else conversation.answer_temperature
             kept.append(Document(name, ids, mask, written_from, temperature))
     if not kept:
-        empty = counts["without anything to learn"]
+        left = f"no document is left ({counts['without anything to learn']} without anything to learn"
+        if max_length is None:
+            raise TrainingError(f"{left}); name conversations with answers")
         raise TrainingError(
-            f"no document is left to train on ({empty} without anything to learn within {max_length} tokens); raise "
-            "--max-length or let the target write the answers (--regenerate last)"
+            f"{left} within {max_length} tokens); raise --max-length or let the target write the answers "
+            "(--regenerate last)"
         )
     return kept, counts
 
@@ -94,7 +96,8 @@ def render_turns(
     messages, answer = list(conversation.messages), list(conversation.answer_ids)
     if not any(message["role"] == "assistant" for message in messages):
         raise TrainingError(
-            f"{conversation.id} has no assistant turn to learn from; let the target write it (--regenerate last)"
+            f"{conversation.id} has no assistant turn to learn from; give its answer, or let the target write it "
+            "(train --regenerate last)"
         )
     if answer:
         messages = messages[:-1]
