@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 from unittest import mock
 
@@ -216,3 +218,18 @@ def test_the_peak_of_a_prompt_matches_a_trace(name: str) -> None:
     forward = read_target(config, "bf16").forward.count(second)
     planned = forward.cache + 2 * forward.states + forward.activations
     assert planned == pytest.approx(counter.peak_bytes, rel=0.04)
+
+
+def test_plans_of_two_threads_take_turns() -> None:
+    """All plans of a configuration run one model, which is changed while it runs."""
+    forward, meeting, met = read_target(recurrent_config("qwen3_5_text")).forward, Barrier(2), []
+
+    def enters(*_: Any) -> None:
+        with suppress(BrokenBarrierError):
+            met.append(meeting.wait(timeout=1))
+
+    hook = forward.model.register_forward_pre_hook(enters)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(forward.count, [Forward(tokens, 999, block=16) for tokens in (13, 15)]))
+    hook.remove()
+    assert not met

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -212,7 +213,7 @@ class CountedForwards:
 
     def __init__(self, name: str, windows: Sequence[int | None], ways: Sequence[Callable[[Forward], ForwardBytes]]):
         self.windows, self._name, self._ways = tuple(windows), name, list(ways)
-        self._count = lru_cache(maxsize=None)(self._run)
+        self._turns, self._count = threading.Lock(), lru_cache(maxsize=None)(self._run)
 
     def count(self, forward: Forward) -> ForwardBytes:
         """What a forward takes, by two of other lengths.
@@ -244,7 +245,8 @@ class CountedForwards:
         failures: list[Exception] = []
         for way in self._ways:
             try:
-                count = way(forward)
+                with self._turns:  # what is run is changed meanwhile: it attends and keeps states as in the loop
+                    count = way(forward)
             except FAILURES as error:
                 failures.append(error)
             else:
