@@ -157,6 +157,12 @@ def test_what_is_wrong_with_a_head_is_named(folder, damage):
     assert all(fact in message for fact in facts), message
 
 
+def test_a_configuration_that_transformers_refuses_is_refused_in_one_line(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": "many"}))
+    assert refusal(folder).endswith("cannot be read by transformers: vocab_size is 'many'; wanted a whole number")
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [

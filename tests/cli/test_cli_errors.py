@@ -143,6 +143,7 @@ REFUSED = {
     "convert {drafter} {top}/out --format nemo": "was removed in 0.2.0: all layouts are read",
     "convert nobody/nothing {top}/out --format gguf": "gguf.*speculators",
     "convert {drafter} {top}/out --target nobody/nothing": "no target at",
+    "convert {drafter} {top}/out --target {top}/wrong": "is wrong: hidden_size is true; wanted a whole number$",
 }
 USAGE_ERRORS = {
     "plan x --quantization 4 bit": "write 4bit or 8bit",

@@ -165,9 +165,9 @@ class StoredHead:
             return _saved_config(self.folder, self.raw_config)
         try:
             target = AutoConfig.from_pretrained(self.folder)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (StrictDataclassError, OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointFormatError(
-                f"{self.folder / CONFIG_FILE} cannot be read by transformers: {error}"
+                f"{self.folder / CONFIG_FILE} cannot be read by transformers: {config_problem(error)}"
             ) from error
         return _head_config(self.family, target, dtype_name(self.stored.headers[self.names["fc.weight"]]))
 

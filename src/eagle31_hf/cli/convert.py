@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from ..checkpoints import (
@@ -20,7 +21,7 @@ from ..checkpoints.card import carry_records, serving_commands
 from ..checkpoints.hub import target_class
 from ..checkpoints.layouts import parts_to_copy, written_layout
 from ..config import MtpConfig
-from ..errors import CheckpointNotFoundError, ConfigurationError
+from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError, config_problem
 from .options import command, make_console, option
 
 UNKNOWN_TARGET = "TARGET"
@@ -81,6 +82,7 @@ def describe_target(name: str) -> dict[str, Any]:
 
     Raises:
         CheckpointNotFoundError: there is no such target, or no network to ask for it.
+        IncompatibleTargetError: its config holds something else than transformers wants.
     """
     try:
         config = AutoConfig.from_pretrained(name)
@@ -89,4 +91,6 @@ def describe_target(name: str) -> dict[str, Any]:
             f"no target at {name!r} ({str(error).splitlines()[0]}); pass the folder or Hub id of the model that the "
             "drafter was trained for"
         ) from error
+    except StrictDataclassError as error:
+        raise IncompatibleTargetError(f"the config.json of {name!r} is wrong: {config_problem(error)}") from error
     return {"name_or_path": name, "architectures": list(config.architectures or [])}
