@@ -1,4 +1,4 @@
-"""Planted faults are named, what is replayed is what `generate` accepts, and drift is counted as by hand."""
+"""Planted faults are named, drafts count while they are right, and drift is counted as by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafter.replay import TargetText, drafts_along, read_text
-from eagle31_hf.measure import doctor, drift
+from eagle31_hf.measure import bench, doctor, drift
 from eagle31_hf.measure.bench import Bench
 from eagle31_hf.measure.doctor import (
     DEPTH,
@@ -29,6 +29,7 @@ from eagle31_hf.measure.doctor import (
     write_both,
 )
 from eagle31_hf.measure.drift import CONDITIONS, SINK_TOKENS, DriftCurve, ObservedCache, curve_of
+from eagle31_hf.measure.exactness import Kind, Verdict
 from eagle31_hf.measure.plots import plot_drift
 from eagle31_hf.measure.readings import (
     ReadingScore,
@@ -269,6 +270,17 @@ def test_a_text_that_is_not_the_targets_is_a_problem(
     assert seen.verdict.startswith("do without until this is understood")
     assert "times plain decoding" not in seen.verdict, "a wrong answer forbids the speedup"
     assert json.loads(json.dumps(seen.to_dict()))["greedy"]["speedup"] is None
+
+
+def test_texts_that_part_at_ties_are_fine_and_not_called_the_same(
+    target: Any, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parting(monkeypatch, target)
+    tie = Verdict(Kind.TIE, position=11, logit_gap=0.2, rounding=0.125)
+    monkeypatch.setattr(bench, "judge", lambda *_, **__: tie)
+    finding = doctor._text_finding("same text", write_both(attached(target), prompts[:1], new_tokens=12))
+    assert finding.level == "ok"
+    assert finding.text.startswith("0 of 1 texts are the same; 1 text differs by a tie")
 
 
 def test_sampled_texts_are_compared_under_one_seed(

@@ -280,11 +280,12 @@ def _verification(binding: TargetBinding) -> Finding:
 
 
 def _text_finding(check: str, written: Written) -> Finding:
-    texts, differences = len(written.texts), "; ".join(difference_lines(written.result))
-    if written.result.refusal:
+    result, texts = written.result, len(written.texts)
+    if result.refusal:
         advice = "please report it with the JSON of this run; until then set speculation_loop='plain'"
-        return Finding(check, "problem", differences, advice)
-    return Finding(check, "ok", f"{texts} of {texts} texts are the same" + f"; {differences}" * bool(differences))
+        return Finding(check, "problem", "; ".join(difference_lines(result)), advice)
+    same = f"{texts - len(result.differences)} of {texts} texts are the same"
+    return Finding(check, "ok", "; ".join([same, *difference_lines(result)]))
 
 
 def promised_acceptance(folder: Path | None) -> list[float]:
