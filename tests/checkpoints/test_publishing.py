@@ -184,6 +184,7 @@ def test_sglang_is_not_advertised_for_a_layout_that_it_does_not_read(folder):
         ({"conditions": ""}, "lacks conditions"),
         ({"stages": [], "target": None}, "lacks target, stages"),
         ({"stages": [{"name": "stage1", "acceptance": {}}]}, "lacks measured acceptance"),
+        ({"stages": [{"name": "stage1", "acceptance": {"chat": {}, "code": None}}]}, "lacks measured acceptance"),
         ({"stages": [{"name": "stage1", "acceptance": {"chat": {"rounds": 3}}}]}, "whose acceptance or curve is none"),
         ({"license": None}, "lacks a licence .--license"),
         ({"data": []}, "lacks data"),

@@ -164,7 +164,7 @@ def _card(folder: Path, repo_id: str, license: str | None) -> str:
         text, record = fill_card(folder, repo_id, license=license), _read_record(folder, license)
         kinds = [kind for stage in record["stages"] for kind in (stage.get("acceptance") or {}).values()]
         lacking = ["a licence (--license names it)"] if record["license"] == UNKNOWN_LICENSE else []
-        lacking += [] if any(kind["rounds"] for kind in kinds) else ["measured acceptance"]
+        lacking += [] if any(kind and kind["rounds"] for kind in kinds) else ["measured acceptance"]
         if lacking:
             raise PublishingError(
                 f"the card lacks {' and '.join(lacking)}, as {folder / RECORD_FILE} does; add it there"
