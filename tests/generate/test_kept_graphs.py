@@ -42,6 +42,7 @@ from eagle31_hf.graphs.ahead import kept as kept_folder
 from eagle31_hf.graphs.ahead import packages
 from eagle31_hf.graphs.ahead.compiler_processes import CompilerProcesses
 from eagle31_hf.graphs.seen import ModelState
+from eagle31_hf.graphs.steps import GraphKey
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.measure.bench import BenchSettings, has_graphs
 from helpers import configured
@@ -370,6 +371,20 @@ def test_without_a_compiler_or_room_nothing_is_kept(
         warm_up(pair, tokens=100, **GREEDY)
     assert [path for path in kept_files("") if path.is_file()] == []
     assert_plain(forgotten(pair))
+
+
+def test_what_cannot_be_loaded_is_compiled_once(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing may be run from the folder for temporary files, say."""
+    monkeypatch.setattr(packages, "load_package", failing(RuntimeError("failed to map segment")))
+    begun: list[GraphKey] = []
+
+    def once(key: GraphKey) -> None:
+        assert key not in begun
+        begun.append(key)
+
+    with pytest.raises(ConfigurationError, match="failed to map segment"):
+        warm_up(pair, tokens=100, on_compile=once, **GREEDY)
+    assert begun
 
 
 def test_a_folder_that_cannot_be_used(pair: Eagle31Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,9 +148,11 @@ class CompilesAhead(GraphMaker):
         return True
 
     def make(self, key: GraphKey, step: Step, inputs: tuple, outputs: Any) -> Step:
+        if key in self.made:  # what is wrong with it would be wrong with the next one, too
+            return self.packages.make(key, step, inputs, outputs)
         with suppress(Exception):  # not there, or broken: made anew
             loaded = self.packages.make(key, step, inputs, outputs)
-            if key in self.made or loaded.takes(tensors_of(inputs)):
+            if loaded.takes(tensors_of(inputs)):
                 return loaded
         if key not in self.begun:
             self.on_compile(key)
