@@ -331,14 +331,20 @@ def test_batches_that_only_plain_decoding_can_follow(case: str, rows: int, do_sa
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize(("processor", "first"), [(Counting, 4), (lambda: Jitter(4), 3)], ids=["counts", "draws"])
 def test_what_cannot_be_followed_any_more_is_said(processor: Callable[[], Any], first: int, do_sample: bool) -> None:
-    """A processor was shown drafts, or drew behind one, before a criterion drew."""
-    inputs = prompts()
-    free = write(inputs, 3, do_sample=do_sample, logits_processor=[processor()])
-    drafts = oracle_drafts(free, inputs["input_ids"].shape[1], right=4)
-    how: dict[str, Any] = {"logits_processor": [processor()], "stopping_criteria": [Luck(first)]}
-    with configured(drafter_of("llama"), num_assistant_tokens=4) as drafter, drafts:
-        write(inputs, 3, do_sample=do_sample, assistant_model=drafter, **how)
+    """A processor was shown drafts, or drew behind one, before a criterion drew. What it made of them is of no use."""
+    inputs, asked = prompts(seed=2), list[list[int]]()
+    length = inputs["input_ids"].shape[1]
+    free = write(inputs, 2, do_sample=do_sample, logits_processor=[processor()])
+
+    def note(ids: Tensor, scores: Tensor) -> Tensor:
+        asked.append(ids[0].tolist())
+        return scores
+
+    how: dict[str, Any] = {"logits_processor": [processor(), note], "stopping_criteria": [Luck(first)]}
+    with configured(drafter_of("llama"), num_assistant_tokens=4) as drafter, oracle_drafts(free, length, right=4):
+        text = write(inputs, 2, do_sample=do_sample, assistant_model=drafter, **how)[0].tolist()
     assert any("took random numbers" in why for why in drafter.stats.fallbacks)
+    assert all(text[:end] in asked for end in range(length, len(text)))
 
 
 FAULTS: dict[str, tuple[Any, str]] = {
