@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle31_hf.cache.layers import SlotLayer
+from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.errors import Eagle31Error, OutOfMemoryError
 from eagle31_hf.graphs.round_graphs import RoundStep
 from eagle31_hf.loop import pair_caches
@@ -46,6 +47,8 @@ def no_leak() -> Iterator[None]:
         truth_of("llama", batch, True)
         for shape in SHAPES:
             assert_undisturbed("llama", shape, batch)
+    for rows, size in itertools.product((1, 2, 3), range(1, 5)):  # what chains are made of is kept
+        DraftTree.chain(torch.zeros(rows, size, dtype=torch.long))
     before = len(live_storages())
     yield
     assert len(live_storages()) <= before
