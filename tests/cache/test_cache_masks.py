@@ -54,7 +54,7 @@ def naive_mask(lengths, ancestors, depths, after, window=None, chunked=False):
     window=st.integers(1, 6),
 )
 def test_masks_equal_the_formula_after_every_round(seed, batch_size, shared, slab, kind, window):
-    """Rounds of random tree, acceptance and rollback."""
+    """Rounds of random trees, of which a random path is kept."""
     rng = random.Random(seed)
     kinds = layer_kinds([None, window], ["full_attention", kind])
     cache = SpeculativeCache(kinds, batch_size=batch_size, capacity=90, block=9, slab=slab)

@@ -1,1 +1,1 @@
-"""Preallocated keys and values with rows of their own length, rollback and keep-path."""
+"""Preallocated keys and values with rows of their own length, of whose drafts a path is kept."""

@@ -4,7 +4,7 @@ The text is the state. What a failed draft or verification wrote lies beyond the
 any other failure the caches are made anew and read the text again (`prefill`). So a failure costs time and one step
 down, never a token:
 
-    free             workspaces, graphs and what the allocator keeps back; once for each stage
+    free             graphs, and what the allocator keeps back; once for each stage
     chunk            less of the prompt per forward, where it is read
     drop             no drafts for the rest of the call: one token per forward over the same cache
 
@@ -120,7 +120,7 @@ class RecoveringDecoder:
         return None
 
     def _free(self) -> None:
-        """Let graphs, which own memory of their own, and workspaces go, and what an unfinished forward has written."""
+        """Let graphs go, which own memory of their own, and what an unfinished forward has written."""
         decoder = self.decoder
         decoder.drop_graphs()
         pair = Pair.of(decoder.drafter)
