@@ -88,6 +88,23 @@ def test_texts_that_come_and_go_are_those_of_generate(name: str, rows: int, sche
         assert sum(text.usage.rounds for text in texts) < sum(NEW_TOKENS)
 
 
+@pytest.mark.parametrize("name", [*DRAFTERS])
+def test_the_same_prompt_again_is_not_read(name: str, tmp_path: Path) -> None:
+    """Its end is kept with the row: others begin there while that is written, and once it is parked."""
+    drafter, prompt = DRAFTERS[name](tmp_path), ids()[0]
+    batch = batch_of(drafter, 3, context=64)
+    texts = assert_plain(batch, [(prompt, 12, sampling) for sampling in SAMPLINGS])
+    whole = [text.usage.cached_tokens == len(prompt) for text in texts]
+    assert not whole[0]
+    if name in ("on nemotron_h", "head that sees a window"):  # prompts are read whole; the window has moved on
+        assert not any(whole)
+    elif batch.cache.has_states:  # a state goes on with its text
+        assert whole[1:3] == [True, True]
+    else:
+        assert all(whole[1:])
+        assert_plain(batch, [([*prompt, 7], 9), (prompt[:-1], 9), (prompt, 9)])
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gptj"])
 def test_a_text_at_the_targets_last_position_fails_none_beside_it(family: str) -> None:
     drafter = random_drafter(random_target(ENDING[family]()), aux_layers=[1, 2, 3])

@@ -208,14 +208,15 @@ class PooledCaches(PairCaches):
         if self.drafter is not None:
             self.drafter.empty()
 
-    def can_resume(self, place: int, length: int) -> bool:
+    def can_resume(self, place: int, length: int, paired: int) -> bool:
         """As `RowPool.can_resume`, on both sides."""
-        of_drafter = self.drafter is None or self.drafter.cache.can_resume(place, length)
+        of_drafter = self.drafter is None or self.drafter.cache.can_resume(place, paired)
         return of_drafter and self.target.can_resume(place, length)
 
-    def resume(self, other: PairCaches, place: int, length: int) -> None:
-        """Begin others, of one row, with the first `length` tokens of a row here, live or parked."""
+    def resume(self, other: PairCaches, place: int, length: int, paired: int) -> None:
+        """Begin others, of one row, with the first `length` tokens of a row here, live or parked; the drafter with the
+        first `paired` of them."""
         resume_row(other.target, self.target, place, length)
         if self.drafter is not None and other.drafter is not None:
-            resume_row(other.drafter.cache, self.drafter.cache, place, length)
+            resume_row(other.drafter.cache, self.drafter.cache, place, paired)
             other.drafter._rotary = None

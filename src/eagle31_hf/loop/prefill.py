@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from ..cache.speculative import SpeculativeCache
 from ..drafter.session import DraftSession, absorbed
 from ..targets.binding import TargetBinding, TargetOutput
 from ..targets.prompt_forward import PromptForward
+
+
+class PromptEnd(NamedTuple):
+    """What a text's first token and its drafts are made of: logits `(V,)` after the prompt's last token and, for a
+    drafter, hidden states `(A*Ht,)` there."""
+
+    logits: Tensor
+    aux: Tensor | None
 
 
 class PrefillState:
@@ -50,6 +59,22 @@ class PrefillState:
         self._texts = texts
         # What waits for the token after it: the tokens before that of each row, hidden states (B, C, A*Ht).
         self._unpaired: tuple[list[Sequence[int]], Tensor] | None = None
+
+    @classmethod
+    def at_end(cls, end: PromptEnd, device: torch.device) -> PrefillState:
+        """Of one prompt that was read before: the caches hold it, and nothing is left to read."""
+        state = cls([[]], unread=0, device=device)
+        state.keep(0, *end)
+        if end.aux is not None:
+            state.leave_unpaired(0, [1], end.aux[None, None])
+        return state
+
+    @property
+    def end(self) -> PromptEnd:
+        """Of the only row, which has been read."""
+        logits = self.last_logits[0]
+        assert logits is not None, "the prompt has been read"
+        return PromptEnd(logits, self._last_aux.get(0))
 
     def keep(self, row: int, logits: Tensor, aux: Tensor | None) -> None:
         """What follows the last token read: logits `(V,)` and hidden states `(A*Ht,)`.

@@ -29,10 +29,11 @@ from ..loop.accept import Acceptor
 from ..loop.choosing import RoundBatch
 from ..loop.pair import Pair
 from ..loop.pair_caches import PairCaches, PooledCaches
-from ..loop.prefill import ChunkedPrefill, PrefillState
+from ..loop.prefill import ChunkedPrefill, PrefillState, PromptEnd
 from ..loop.round import Round
 from ..stats import RoundClock, SpeculationStats
-from .rows import NO_TOKEN, Rows, ServedText, choose_as_generate, logprobs_of
+from ..texts.chats import shared_prefix
+from .rows import NO_TOKEN, HeldText, Rows, ServedText, choose_as_generate, logprobs_of
 from .text import Event, Request, Writer
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Batch:
         self._prefill = ChunkedPrefill(self.binding, self.prompt_caches.target, self.prompt_caches.drafter)
         self._prompt: PrefillState | None = None  # what of it no row holds
         self._position = 0  # within what is read of it
-        self._parked: dict[int, list[int]] = {}  # tokens by place
+        self._parked: dict[int, HeldText] = {}  # by place
         self._resumes = not self.binding.bounds_prompts
 
     @property
@@ -120,11 +121,14 @@ class Batch:
         text.writer = Writer(self.tokenizer, request)
         text.chooser = choose_as_generate(self.binding.model, request, device=self.binding.head_device)
         self.caches.catch_up()  # a drafter that rests is behind the rows that could be resumed from
-        place, length = self._longest_shared(request)
+        place, length, end = self._longest_shared(request)
         text.usage.cached_tokens = length
         self._forget_prompt()
         if length:
-            self.caches.resume(self.prompt_caches, place, length)
+            self.caches.resume(self.prompt_caches, place, length, min(length, len(request.prompt) - 1))
+        if end is not None:
+            self._prompt = PrefillState.at_end(end, self.binding.input_device)
+            return
         on_logits = None if request.prompt_logprobs is None else partial(_note_logprobs, text)
         rest, device = request.prompt[length:], self.binding.input_device
         self._prompt = PrefillState([rest], unread=0, device=device, on_logits=on_logits)
@@ -166,6 +170,7 @@ class Batch:
         if event.error:
             self.drop_reading()
             return event
+        text.prompt_end = prompt.end
         if caches.drafter is not None:
             caches.drafter.absorb(*prompt.pair([event.tokens]))
         self._parked.pop(len(self.texts), None)  # its row is written over, even where that fails half-way
@@ -212,19 +217,23 @@ class Batch:
         self.prompt_caches.reset()
         self._prompt, self._position = None, 0
 
-    def _longest_shared(self, request: Request) -> tuple[int, int]:
+    def _longest_shared(self, request: Request) -> tuple[int, int, PromptEnd | None]:
         """The row to resume from: its place, and how many of its tokens (0 for none).
 
-        One token less than the two share, since the drafter has joined each position with the token after it.
+        One token less than the two share, since the drafter has joined each position with the token after it; of the
+        same prompt all of it, since its end was kept.
         """
-        best = (0, 0)
+        best: tuple[int, int, PromptEnd | None] = (0, 0, None)
         if request.prompt_logprobs is not None or not self._resumes:  # what is not read has no scores
             return best
-        rows = {place: text.tokens for place, text in enumerate(self.texts)}
-        for place, tokens in (rows | self._parked).items():
-            length = min(shared_prefix(tokens, request.prompt) - 1, self.cache.row_length(place))
-            if length > best[1] and self.caches.can_resume(place, length):
-                best = (place, length)
+        rows = {place: text.held for place, text in enumerate(self.texts)}
+        for place, held in (rows | self._parked).items():
+            shared, whole = shared_prefix(held.tokens, request.prompt), len(request.prompt)
+            end = held.prompt_end if shared == whole == held.prompt_length else None
+            paired = min(shared - 1, self.cache.row_length(place))
+            length = paired + (end is not None)
+            if length > best[1] and self.caches.can_resume(place, length, paired):
+                best = (place, length, end)
         return best
 
     @contextmanager
@@ -285,7 +294,7 @@ class Batch:
             self.caches.catch_up()
             self.caches.wipe_row(place)
         parked = self.caches.leave(place)
-        self._parked[parked] = text.tokens if trusted else []
+        self._parked[parked] = text.held if trusted else HeldText()
         self.texts[place] = self.texts[-1]
         self.texts.pop()
 
@@ -319,12 +328,6 @@ class Batch:
         fails = fails and text.writer.finish is None
         finish, error = ("error", text.chooser.processing.failure or NO_TOKEN) if fails else (text.writer.finish, "")
         return Event(shown, tuple(emitted[:count]), logprobs, finish, error)
-
-
-def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens are the same."""
-    width = min(len(one), len(other))
-    return next((i for i in range(width) if one[i] != other[i]), width)
 
 
 def _note_logprobs(text: ServedText, start: int, logits: Tensor) -> None:

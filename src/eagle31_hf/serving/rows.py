@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from transformers.generation import logits_process as stock
 from ..drafting.host_numbers import on_device
 from ..drafting.shape import DraftShape
 from ..loop.choosing import ChoiceRule, RoundBatch
+from ..loop.prefill import PromptEnd
 from ..sampling.callers_code import CallersCode
 from ..sampling.draw import FreshNoise, PositionNoise
 from ..sampling.grammar import GrammarProcessor
@@ -181,6 +182,7 @@ class ServedText:
         cancelled: its client has gone.
         writer, chooser: of its tokens, from when its prompt is read on.
         prompt_logprobs: of the prompt's tokens that were read, but for its first; only where they were asked for.
+        prompt_end: from when its prompt has been read on.
     """
 
     request: Request
@@ -190,6 +192,7 @@ class ServedText:
     chooser: TokenChooser = field(init=False)
     usage: Usage = field(init=False)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_end: PromptEnd | None = None
 
     def __post_init__(self) -> None:
         self.usage = Usage(prompt_tokens=len(self.request.prompt))
@@ -198,6 +201,18 @@ class ServedText:
     def tokens(self) -> list[int]:
         """Prompt and text."""
         return [*self.request.prompt, *self.writer.tokens]
+
+    @property
+    def held(self) -> HeldText:
+        return HeldText(self.tokens, len(self.request.prompt), self.prompt_end)
+
+
+class HeldText(NamedTuple):
+    """What a row holds, for others to begin with: prompt and text, the prompt's length, and what lies at its end."""
+
+    tokens: Sequence[int] = ()
+    prompt_length: int = 0
+    prompt_end: PromptEnd | None = None
 
 
 class Rows:

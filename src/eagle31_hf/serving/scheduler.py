@@ -92,7 +92,7 @@ class Scheduler:
         if batch.reading is not text:
             self.waiting.remove(text)
             batch.begin(text)
-            taken = max(0, self.settings.prefill_chunk // PROMPTS_IN_A_BUDGET - batch.to_read)
+            taken = max(0, self.settings.prefill_chunk // PROMPTS_IN_A_BUDGET - batch.to_read) if batch.to_read else 0
         num_tokens = batch.to_read if is_alone else min(batch.to_read, max(0, left - taken))
         if num_tokens:
             batch.read(num_tokens)

@@ -102,3 +102,9 @@ def is_reserved(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
 def is_read(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
     """Whether the chat template reads a variable of this name."""
     return name in re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template or ""))
+
+
+def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    different = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(different, min(len(one), len(other)))

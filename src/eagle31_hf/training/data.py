@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigurationError, TrainingError
-from ..texts.chats import apply_template
+from ..texts.chats import apply_template, shared_prefix
 from ..texts.rows import Conversation, Message
 
 MOST_OPENING_TOKENS = 256
@@ -109,15 +109,15 @@ def render_turns(
         if message["role"] != "assistant":
             continue
         alone = _apply(tokenizer, conversation, messages[: turn + 1])
-        start = _common_prefix(alone, prompt_ids(tokenizer, conversation, messages[:turn]) if turn else [])
-        shared, is_learned = _common_prefix(ids, alone), message.get("weight") != 0
+        start = shared_prefix(alone, prompt_ids(tokenizer, conversation, messages[:turn]) if turn else [])
+        shared, is_learned = shared_prefix(ids, alone), message.get("weight") != 0
         is_shown |= start < len(alone)
         is_rewritten = shared < len(alone) - CLOSING_TOKENS
         if is_rewritten and is_learned:
             rewritten.append((alone, [False] * start + [True] * (len(alone) - start)))
             continue
         if is_rewritten:  # where its other form ends is not known, so what follows it is left out, too
-            shared = _common_prefix(ids, _apply(tokenizer, conversation, messages[: turn + 2]))
+            shared = shared_prefix(ids, _apply(tokenizer, conversation, messages[: turn + 2]))
         mask[start:shared] = [is_learned] * max(0, shared - start)
     if not is_shown:
         raise TrainingError(
@@ -187,11 +187,6 @@ def _apply(
         raise TrainingError(
             f"{conversation.id}: the target's chat template refuses this conversation ({error}); mend the row"
         ) from error
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    different = (place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
-    return next(different, min(len(left), len(right)))
 
 
 # --- packed rows ------------------------------------------------------------------------------------------------------
