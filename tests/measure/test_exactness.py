@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.measure.exactness import Kind, SampledBy, judge
@@ -103,3 +103,41 @@ def test_rounding_of_what_was_written_before_counts(greedy):
     verdict = judge(Rounding(), prompt, [*plain[:3], other], plain[:4], blocks=(4,))
     assert verdict.kind == Kind.TIE
     assert verdict.logit_gap == pytest.approx(0.1, abs=1e-5)
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+@pytest.mark.parametrize("cut", ["top-k", "top-p"])
+def test_which_tokens_may_be_drawn_is_a_matter_of_rounding_too(greedy, cut, in_blocks):
+    """The last token that is kept is drawn, but read at once, or in blocks, it is left out: by a tie, whichever text is
+    judged. One that is out of rounding's reach is wrong."""
+    model, prompt, _ = greedy
+    with torch.no_grad():
+        logits = model(prompt[None]).logits[0, -1]
+    order, shares = logits.argsort(descending=True), (logits / 0.8).softmax(-1).sort(descending=True).values
+    cuts = {"top-k": TopKLogitsWarper(4), "top-p": TopPLogitsWarper(float(shares[:3].sum() + shares[4] / 2))}
+    last, beyond = int(order[3]), int(order[12])
+    sampled = next(
+        by
+        for seed in range(999)
+        if (by := SampledBy(seed, 0, 1, DraftWarping([TemperatureLogitsWarper(0.8), cuts[cut]])))
+        and by.scores(logits[None]).argmax() == last
+    )
+    without = logits.index_fill(0, torch.tensor([last]), float(logits[order[4]]) - 1e-3)
+    second = int(sampled.scores(without[None]).argmax())
+    assert second != last
+
+    class Rounding:
+        config = model.config
+
+        def __call__(self, **kwargs):
+            output = model(**kwargs)
+            if (CACHE_ARGUMENT in kwargs) is in_blocks:
+                output.logits[..., last] = without[last]
+            return output
+
+    def judged_by(answered, answer, reference):
+        return judge(answered, prompt, [answer], [reference], blocks=(4,), sampled=sampled).kind
+
+    assert judged_by(Rounding(), last, second) == judged_by(Rounding(), second, last) == Kind.TIE
+    assert judged_by(Rounding(), beyond, last) == judged_by(model, second, last) == Kind.DIFFERENT
+    assert judged_by(model, last, beyond) == Kind.DIFFERENT

@@ -4,7 +4,8 @@ The proof looks at every written token, not at the first that differs: behind it
 the target's own choice given itself. The whole answer is read in one forward; where a written token is not the best
 one there, the answer is read again in the block sizes it was written in, and the distance of the two logits must be
 within twice what those sizes move them. Of a sampled answer the best token is that of the scores perturbed by the noise
-of each position (`sampling.draw`), which is the same for plain decoding under the same seed.
+of each position (`sampling.draw`), which is the same for plain decoding under the same seed. Which tokens top-k or
+top-p leave out is decided by rounding, too: those at the edge count in the favour of what was written.
 """
 
 from __future__ import annotations
@@ -68,11 +69,30 @@ class SampledBy:
     rows: int
     warping: DraftWarping
 
-    def scores(self, logits: Tensor) -> Tensor:
-        """Scores whose arg-max is the token that was sampled, `(n, V)` from the first new position on."""
+    def scores(self, logits: Tensor, start: int = 0) -> Tensor:
+        """Scores whose arg-max is the token that was sampled, `(n, V)` from the new position `start` on."""
         generator = torch.Generator(logits.device).manual_seed(self.seed)
         noise = PositionNoise(self.rows, logits.shape[-1], logits.device, generator)
-        return perturbed(self.warping(logits), noise.window([self.row], [0], len(logits))[0])
+        return perturbed(self.warping(logits), noise.window([self.row], [start], len(logits))[0])
+
+    def gap(self, logits: Tensor, scores: Tensor, place: int, token: int, distance: float) -> float:
+        """How far the score of a token is from the best one.
+
+        Args:
+            logits, scores: of a new position, `(V,)` each.
+            place: of that position.
+            distance: by which the logits of any two tokens may move; what top-k and top-p keep moves with them.
+        """
+        own = scores[token]
+        if own == -torch.inf:  # kept, perhaps, if all above it were lower
+            own = self.scores(torch.where(logits > logits[token], logits - distance, logits)[None], place)[0, token]
+        better = (scores > own).nonzero().flatten()
+        for other in better[scores[better].argsort(descending=True)].tolist():
+            lower = logits.clone()
+            lower[other] -= distance
+            if bool(self.warping(lower[None])[0, other].isfinite()):  # it is kept in any case
+                return float(scores[other] - own)
+        return 0.0
 
 
 @torch.no_grad()
@@ -107,16 +127,23 @@ def judge(
     doubtful = sorted({position, *gaps.nonzero().flatten().tolist()})
     if len(doubtful) > MOST_TIES:
         return Verdict(Kind.DIFFERENT, position, float(gaps.max()), 0.0)
-    moved = [0.0] * len(doubtful)
+    logits = whole[doubtful]
+    moved = rounded = [0.0] * len(doubtful)  # logits, and the scores that sampling makes of them
     for block in {1, *blocks}:
         again = _in_blocks(model, text[:-1], len(prompt) - 1, block, doubtful)
-        moved = [max(each) for each in zip(moved, _distances(whole[doubtful], again, sampled), strict=True)]
+        moved = [*map(max, moved, _distances(logits, again))]
+        both = (logits, again) if sampled is None else (sampled.warping(logits), sampled.warping(again))
+        rounded = [*map(max, rounded, _distances(*both))]
     found = []
-    for place, rounding in zip(doubtful, moved, strict=True):
-        gap = float(gaps[place])
-        if place == position:  # the plain text's token, too, has to be as good
-            gap = max(gap, float((scores[place].amax() - scores[place, reference[place]]).abs()))
-        found.append((gap, rounding))
+    for number, place in enumerate(doubtful):
+        # Where texts part the plain one's token, too, has to be as good.
+        tokens = [answer[place], reference[place]] if place == position else [answer[place]]
+        if sampled is None:
+            gap = float(scores[place].amax() - scores[place, tokens].amin())
+        else:
+            at = logits[number], scores[place], place
+            gap = max(sampled.gap(*at, token, TIE_ROUNDINGS * moved[number]) for token in tokens)
+        found.append((gap, rounded[number]))
     is_tie = all(gap <= TIE_ROUNDINGS * rounding for gap, rounding in found)
     gap, rounding = max(found, key=lambda pair: pair[0] - TIE_ROUNDINGS * pair[1])
     return Verdict(Kind.TIE if is_tie else Kind.DIFFERENT, position, gap, rounding)
@@ -136,10 +163,8 @@ def _in_blocks(model: Any, text: Tensor, start: int, block: int, places: Sequenc
     return torch.stack(found).float()
 
 
-def _distances(logits: Tensor, again: Tensor, sampled: SampledBy | None) -> list[float]:
-    """How far logits `(n, V)`, or the scores that sampling makes of them, are from others, by row."""
-    if sampled is not None:
-        logits, again = sampled.warping(logits), sampled.warping(again)
-    both = logits.isfinite() & again.isfinite()  # what top-k leaves out has no score
-    distances: list[float] = (again - logits).abs().masked_fill(~both, 0.0).amax(-1).tolist()
+def _distances(one: Tensor, other: Tensor) -> list[float]:
+    """How far logits or scores `(n, V)` are from others, by row."""
+    both = one.isfinite() & other.isfinite()  # what top-k leaves out has no score
+    distances: list[float] = (one - other).abs().masked_fill(~both, 0.0).amax(-1).tolist()
     return distances
