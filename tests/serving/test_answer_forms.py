@@ -78,6 +78,7 @@ FORMS: dict[str, tuple[str, Any]] = {
     "MiniMax XML": ("<minimax:tool_call>", written(
         '<invoke name="{}">\n{}</invoke>', pair='<parameter name="{}">{}</parameter>\n',
         around="<minimax:tool_call>\n{}\n</minimax:tool_call>")),
+    "Gemma 4": ("<|tool_call>", written("<|tool_call>call:{}{}<tool_call|>", between="")),
     "LFM2 (Python)": ("<|tool_call_start|>", python),
     "Nemotron JSON": ("<TOOLCALL>", lambda calls: f"<TOOLCALL>[{', '.join(map(as_json, calls))}]</TOOLCALL>"),
     "Mistral": ("[TOOL_CALLS]x[ARGS]", written("[TOOL_CALLS]{}[ARGS]{}", between="")),
@@ -334,8 +335,10 @@ def test_forced_calls_are_read_back(name, has_tokens):
     tokenizer = tokenizer_of(name)
     calls = [("get_weather", {"text": "a b", "count": 3, "sure": True, "inner": {"x": [1]}})]
     text = FORMS[name][1](calls)
-    if name in ("LFM2 (Python)", "JSON alone", "Llama 3 JSON"):  # Llama's mark is for tools of its own
+    if name in ("JSON alone", "Llama 3 JSON"):  # Llama's mark is for tools of its own
         text = as_json(calls[0])
+    if name == "LFM2 (Python)":
+        text = f"<|tool_call_start|>[{as_json(calls[0])}]<|tool_call_end|>"
     if has_tokens:  # as published tokenizers have them
         tokenizer.add_tokens(re.findall(r"<(?!param|invoke|func).*?>|\[[A-Z_]+\]", text))
     assert_forced(tokenizer, TOOLS, text)

@@ -95,7 +95,10 @@ _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _HARMONY_START = r"(?:<\|start\|>assistant)?"
 _BARE = _form("JSON alone", None)
-_LFM = _form("LFM2 (Python)", _json(open="<|tool_call_start|>", close="<|tool_call_end|>", content="python-call-list"))
+_LFM = _form(
+    "LFM2 (Python)", _json(open="<|tool_call_start|>", close="<|tool_call_end|>", content="python-call-list"),
+    call_marks=_around_json("<|tool_call_start|>[", "]<|tool_call_end|>"),
+)  # fmt: skip
 _FORMS: tuple[tuple[tuple[str, ...], AnswerForm], ...] = (
     # marks in the chat template, the form; the first whose marks are all there
     (("<|channel|>", "<|message|>"), AnswerForm("gpt-oss (harmony)", _template({
@@ -137,7 +140,7 @@ _FORMS: tuple[tuple[tuple[str, ...], AnswerForm], ...] = (
     (("<|tool_call>",), _form("Gemma 4", _call(
         open_pattern=r"<\|tool_call>call:(?P<name>[\w.-]+)", close="<tool_call|>", content="json",
         content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-    ), ("<|channel>thought\n", "<channel|>"))),
+    ), ("<|channel>thought\n", "<channel|>"), call_marks=("<|tool_call>call:{}", "<tool_call|>"))),
     (("<|tool_call_start|>",), _LFM),
     (("<|tool_list_start|>",), _LFM),
     (("<TOOLCALL>",), _form(
