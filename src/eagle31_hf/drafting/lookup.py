@@ -6,6 +6,7 @@ decoding, Saxena 2023; transformers' `prompt_lookup_num_tokens`).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from math import exp
@@ -17,6 +18,9 @@ KEEP = exp(-1.0 / 16.0)
 
 SHORTEST_MATCH, LONGEST_MATCH = 2, 8
 """Last tokens that must have been written before for a lookup, at least, and as many as are compared."""
+
+PLACES_TRIED = 16
+"""Earlier places of the last two tokens that are compared; a bound for texts of few different tokens."""
 
 
 class Lookup(NamedTuple):
@@ -30,7 +34,7 @@ NOTHING = Lookup(0, ())
 
 
 class TextIndex:
-    """Where each pair of tokens of one growing text was seen last. Adding a token and asking take constant time.
+    """Where the last two tokens of one growing text stood before. Adding a token and asking take constant time.
 
     Attributes:
         text: its tokens.
@@ -38,40 +42,26 @@ class TextIndex:
 
     def __init__(self, tokens: Sequence[int] = ()):
         self.text: list[int] = []
-        self._ends: dict[tuple[int, int], int] = {}  # pair of tokens -> position behind its latest place
-        self._previous: list[int] = []  # for each position, the one where its pair ended before; -1 for none
+        self._ends: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # pair of tokens -> positions behind it
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on with these."""
-        text, ends, previous = self.text, self._ends, self._previous
         for token in tokens:
-            text.append(token)
-            end = len(text)
-            if end < SHORTEST_MATCH:
-                previous.append(-1)
-                continue
-            pair = (text[-2], token)
-            previous.append(ends.get(pair, -1))
-            ends[pair] = end
+            self.text.append(token)
+            self._places().append(len(self.text))
+
+    def _places(self) -> list[int]:
+        """Positions behind all places of the last tokens, rising."""
+        return self._ends[tuple(self.text[-SHORTEST_MATCH:])]
 
     def lookup(self, length: int) -> Lookup:
         """Up to `length` tokens that followed the longest match among the latest places, the latest of equals first."""
-        text = self.text
-        if len(text) < SHORTEST_MATCH or length < 1:
+        earlier = self._places()[-1 - PLACES_TRIED : -1]
+        if not earlier or length < 1:
             return NOTHING
-        best, at = 0, -1
-        end = self._previous[-1]
-        for _ in range(PLACES_TRIED):
-            if end < 0:
-                break
-            match = self._match_length(end)
-            if match > best:
-                best, at = match, end
-            if best >= LONGEST_MATCH:
-                break
-            end = self._previous[end - 1]
-        return NOTHING if at < 0 else Lookup(best, tuple(self._continuation(at, length)))
+        match, at = max((self._match_length(end), end) for end in earlier)
+        return Lookup(match, tuple(self._continuation(at, length)))
 
     def _match_length(self, end: int) -> int:
         text, length, last = self.text, 0, len(self.text)
@@ -83,10 +73,6 @@ class TextIndex:
         """What follows `start`; a text that repeats a short run goes on repeating it."""
         text, period = self.text, len(self.text) - start
         return [text[start + index % period] for index in range(length)]
-
-
-PLACES_TRIED = 16
-"""Earlier places of the last two tokens that are compared; a bound for texts of few different tokens."""
 
 
 class LookupRates:
