@@ -170,19 +170,19 @@ class ScoreProcessing:
     @property
     def can_fork(self) -> bool:
         """Whether some look at prefixes, and drafts may be shown to them: to copies of those that are `in_order`."""
-        return not self.forks_no_more and not self.fits_draft_vocabulary and bool(self._ways_to_fork)
+        return not self.forks_no_more and not self.fits_draft_vocabulary and None not in self._ways_to_fork
 
     @cached_property
-    def _ways_to_fork(self) -> list[Callable[[], Any]]:
-        """Of all processors, those that need no copy among them; none if one cannot be copied."""
-        ways = [_way_to_fork(each) if self._moves(each) else partial(_itself, each) for each in self.processors]
-        known = [way for way in ways if way is not None]
-        return known if len(known) == len(ways) else []
+    def _ways_to_fork(self) -> list[Callable[[], Any] | None]:
+        """Of the processors that are `in_order`."""
+        return [_way_to_fork(each) for each in self._moving]
 
     def fork(self) -> ScoreProcessing:
         """The same processors, copies of those `in_order`: what these are shown the originals never see."""
         assert self.can_fork, "a processor keeps state that cannot be copied"
-        return ScoreProcessing(LogitsProcessorList([fork() for fork in self._ways_to_fork]))
+        ways = zip(self._moving, self._ways_to_fork, strict=True)
+        copies = {id(each): fork() for each, fork in ways if fork is not None}
+        return ScoreProcessing(LogitsProcessorList([copies.get(id(each), each) for each in self.processors]))
 
     @cached_property
     def draft_warping(self) -> DraftWarping:
@@ -292,10 +292,6 @@ def sampling_options(temperature: float) -> dict[str, Any]:
 # --- copies that are shown drafts -------------------------------------------------------------------------------------
 
 
-def _itself(processor: Any) -> Any:
-    return processor
-
-
 def _way_to_fork(processor: Any) -> Callable[[], Any] | None:
     """What copies a processor that keeps state, so that drafts may be shown to the copy; `None`: nothing.
 
@@ -307,8 +303,7 @@ def _way_to_fork(processor: Any) -> Callable[[], Any] | None:
         return own
     kind = f"{type(processor).__module__}.{type(processor).__qualname__}"
     if kind == "xgrammar.contrib.hf.LogitsProcessor":
-        forkable = all(hasattr(matcher, "fork") for matcher in processor.matchers)
-        return partial(_fork_of_xgrammar, processor) if forkable else None
+        return partial(_fork_of_xgrammar, processor)
     if isinstance(processor, stock.PrefixConstrainedLogitsProcessor):
         of_function = getattr(processor._prefix_allowed_tokens_fn, "fork_for_drafts", None)
         beams = processor._num_beams
