@@ -271,7 +271,7 @@ def make_plan(source: PairSource, drafting: DraftOptions, *, batch: int) -> Memo
         draft_tokens=drafting.draft_tokens if source.has_drafter else 0,
         tree_width=drafting.tree_width,
         tree_size=drafting.tree_size,
-        cache_type=None if source.cache_type == "auto" else source.cache_type,
+        cache_type=source.cache_type,
     )
 
 

@@ -8,14 +8,14 @@ refusal that names the largest term and the nearest plans that do.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
 
 from ..drafting.shape import LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape
-from ..errors import MemoryPlanError, removal
+from ..errors import MemoryPlanError
 from ..settings import CACHE_TYPES, Eagle31GenerationConfig
 from .cards import CARDS, Card, find_card
 from .drafter_facts import DrafterFacts, drafter_to_plan, read_drafter
@@ -34,12 +34,13 @@ _SMALLER_SCHEMES = ("8bit", "4bit")
 
 @dataclass(frozen=True)
 class _Request:
-    """What to plan for. `asked`: fields of `MemorySettings`; the planner chooses those that are not in it."""
+    """What to plan for. `drafting`: the drafts asked for; `asked`: all else that was. The planner chooses the rest."""
 
     target: TargetFacts
     drafter: DrafterFacts | None
     card: Card
     margin_bytes: int
+    drafting: Eagle31GenerationConfig
     asked: Mapping[str, Any]
 
     @cached_property
@@ -107,7 +108,7 @@ def plan_memory(
         tree_size: nodes verified per round, root included; `None`: by depth and width, or a chain, if `draft_tokens`
             alone was asked for.
         prefill_chunk: prompt tokens per forward; `None`: the largest of 2048 to 256 that fits.
-        cache_type: of the target's cache, `"full"` or `"int8"`; `None`: full, or int8 where that does not fit.
+        cache_type: of the target's cache, `"full"` or `"int8"`; else full, or int8 where that does not fit.
         drafter_precision: `"full"`, `"int8"` or `"nf4"`; `None`: the first that fits of those that load.
         margin: bytes of the card to leave free; `None`: 3 % (1.5 GiB at least where the driver spills to main memory).
 
@@ -116,14 +117,18 @@ def plan_memory(
 
     Raises:
         MemoryPlanError: unknown card or quantisation, a size out of range, a config that lacks a field.
+        ConfigurationError: as of `Eagle31GenerationConfig`, for trees and types of a cache that there are not.
     """
     sizes = {"context": context, "batch": batch, "draft_tokens": draft_tokens, "tree_width": tree_width,
              "tree_size": tree_size, "prefill_chunk": prefill_chunk}  # fmt: skip
     asked = {**sizes, "cache_type": cache_type, "drafter_precision": drafter_precision}
-    asked["draft_top_k"] = asked.pop("tree_width")
     _check_sizes(sizes)
-    _check_name("cache_type", cache_type, STORED_TYPES)
-    _check_name("drafter_precision", drafter_precision, (*DRAFTER_PRECISIONS,))
+    if drafter_precision not in (None, *DRAFTER_PRECISIONS):
+        known = ", ".join(DRAFTER_PRECISIONS)
+        raise MemoryPlanError(f"got drafter_precision={drafter_precision!r}; wanted one of {known}")
+    drafting = Eagle31GenerationConfig(num_assistant_tokens=draft_tokens or None, draft_top_k=tree_width,
+                                       draft_tree_size=tree_size, cache_type=cache_type or "auto")  # fmt: skip
+    drafting.check()
     found_card = find_card(card)
     facts = read_target(target, quantization)
     asked["context"] = context = context or min(DEFAULT_CONTEXT, facts.max_position_embeddings or DEFAULT_CONTEXT)
@@ -137,7 +142,8 @@ def plan_memory(
         drafter=None if draft_tokens == 0 else read_drafter(drafter_to_plan(drafter, target, facts), facts),
         card=found_card,
         margin_bytes=_checked_margin(margin, found_card),
-        asked={name: value for name, value in asked.items() if value is not None},
+        drafting=drafting,
+        asked={name: value for name, value in asked.items() if value not in (None, "auto")},
     )
     plan = request.choose()
     if not plan.fits:
@@ -160,22 +166,6 @@ def _check_sizes(sizes: dict[str, int | None]) -> None:
         least, most = {"draft_tokens": 0, "tree_size": 2}.get(name, 1), _LIMITS.get(name, 4096)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise MemoryPlanError(f"got {name}={value!r}; wanted a whole number from {least} to {most:,}")
-    depth, nodes = sizes["draft_tokens"], sizes["tree_size"]
-    if depth is not None and nodes is not None and nodes <= depth:
-        raise MemoryPlanError(
-            f"got tree_size={nodes} with draft_tokens={depth}; wanted more nodes than levels (the root counts): raise "
-            "tree_size, or leave it out for a chain"
-        )
-    if nodes is not None and sizes["tree_width"] == 1:
-        raise MemoryPlanError(
-            f"got tree_size={nodes} with tree_width=1, which is a chain; leave tree_width out for a tree of that size, "
-            "or tree_size for a chain"
-        )
-
-
-def _check_name(what: str, name: str | None, known: Sequence[str]) -> None:
-    if name is not None and name not in known:
-        raise MemoryPlanError(removal(f"{what} {name}") or f"got {what}={name!r}; wanted one of {', '.join(known)}")
 
 
 def _checked_margin(margin: int | None, card: Card) -> int:
@@ -234,11 +224,10 @@ def _with_draft(request: _Request, depth: int | None, settings: MemorySettings) 
     """
     if depth == 0:
         return replace(settings, draft_tokens=0)
-    target, width, nodes = request.target, request.asked.get("draft_top_k"), request.asked.get("tree_size")
+    target, drafter = request.target, request.drafting
     by_graphs: list[DraftShape | None] = [None]
     if captures_steps(target, request.card, settings):
         by_graphs = [DraftShape(LONGEST_OF_GRAPHS), *([USUAL_TREE] if target.quantization.method == "none" else [])]
-    drafter = Eagle31GenerationConfig(num_assistant_tokens=depth, draft_top_k=width, draft_tree_size=nodes)
     kind, rows = request.card.kind, settings.batch
     shapes = [drafter.draft_shape(device_type=kind, rows=rows, by_graphs=usual) for usual in by_graphs]
     if target.forward.has_states:
@@ -248,7 +237,7 @@ def _with_draft(request: _Request, depth: int | None, settings: MemorySettings) 
         settings,
         draft_tokens=max(shape.depth for shape in shapes),
         tree_size=tree.size or None,
-        draft_top_k=tree.top_k if tree.size else width,
+        draft_top_k=tree.top_k if tree.size else drafter.draft_top_k,
         draft_is_usual=depth is None and drafter.asked_top_k in (None, 1),
     )
 
