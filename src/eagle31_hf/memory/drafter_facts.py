@@ -45,8 +45,7 @@ class DrafterFacts(CountedForwards):
         draft_vocab: `Vd`.
         linears: `(N, K)` of the matrices a quantiser may pack, layer by layer.
         head: `(Vd, H)` draft head, its own or gathered from the target's; `None` if the target's whole head is shared.
-        plain_elements: `fc`, norms, biases, experts and an embedding of its own: never packed.
-        fixed_bytes: vocabulary map and rotary tables.
+        plain_bytes: of all that is never packed: `fc`, norms, biases, experts, an embedding of its own, and tables.
     """
 
     def __init__(self, config: Eagle31Config, dtype: torch.dtype, *, copies_rows: bool = False):
@@ -63,16 +62,15 @@ class DrafterFacts(CountedForwards):
         self.head = (self.draft_vocab, config.hidden_size) if has_rows else None
         packable = self.network.packable()
         self.linears = tuple(size for matrix, size in packable.items() if matrix != "lm_head")
-        elements = sum(parameter.numel() for parameter in self.network.parameters())
-        self.plain_elements = elements - sum(map(math.prod, packable.values()))
-        self.fixed_bytes = sum(buffer.nbytes for buffer in self.network.buffers())
+        tensors = (*self.network.parameters(), *self.network.buffers())
+        in_matrices = sum(map(math.prod, packable.values())) * dtype.itemsize
+        self.plain_bytes = sum(tensor.nbytes for tensor in tensors) - in_matrices
         windows = [config.sliding_window] * config.num_hidden_layers
         super().__init__(kind.__name__, windows, [self._run_over_our_cache])
 
     def weight_bytes(self, precision: Quantization) -> int:
         """Bytes of the layers, `fc`, norms and embedding; the head is a term of its own."""
-        packed = sum(_matrix_bytes(precision, matrix) for matrix in self.linears)
-        return packed + self.plain_elements * precision.dtype_bytes + self.fixed_bytes
+        return self.plain_bytes + sum(_matrix_bytes(precision, matrix) for matrix in self.linears)
 
     def head_bytes(self, precision: Quantization) -> int:
         return _matrix_bytes(precision, self.head) if self.head else 0
@@ -80,10 +78,7 @@ class DrafterFacts(CountedForwards):
     def _run_over_our_cache(self, forward: Forward) -> ForwardBytes:
         with counting() as counter:
             kinds = LayerKinds(tuple(map(LayerKind, self.windows)))
-            cache = SpeculativeCache(
-                kinds, batch_size=forward.batch, capacity=forward.slots, block=forward.block,
-                slab=1 if forward.grows else None, device="meta",
-            )  # fmt: skip
+            cache = SpeculativeCache(kinds, **forward.cache_sizes)
             _, alive = run_over(cache, forward, partial(self._read, forward, cache), counter)
         kept = [layer.num_bytes for layer in cache.attending]
         return ForwardBytes(alive, sum(kept), max(kept, default=0))

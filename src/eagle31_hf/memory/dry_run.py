@@ -18,7 +18,7 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -147,6 +147,12 @@ class Forward:
     cache_type: str = "full"
     verifies: bool = False
     grows: bool = True
+
+    @property
+    def cache_sizes(self) -> dict[str, Any]:
+        """Of our cache over which it runs."""
+        sizes = {"batch_size": self.batch, "capacity": self.slots, "block": self.block, "cache_type": self.cache_type}
+        return {**sizes, "slab": 1 if self.grows else None, "device": "meta"}
 
 
 @dataclass(frozen=True)
@@ -308,12 +314,9 @@ class DryRun(CountedForwards):
                 **{argument: cache},
             ).logits
 
-        with counting() as counter, self._as_in_the_loop():
-            cache = SpeculativeCache.from_config(
-                self.text, batch_size=forward.batch, capacity=forward.slots, block=forward.block,
-                slab=1 if forward.grows else None, masks_by_type=masks_by_type, cache_type=forward.cache_type,
-                device="meta",
-            )  # fmt: skip
+        with counting() as counter, attending_grouped(model), ExitStack() as after:
+            after.callback(Mixers(model).let_go)  # it keeps states as in the loop
+            cache = SpeculativeCache.from_config(self.text, masks_by_type=masks_by_type, **forward.cache_sizes)
             logits, alive = run_over(cache, forward, read, counter, is_draft=forward.verifies)
             layers: list[Any] = [cache.layers[index] for index in self._computed]
             kept = [layer.num_bytes for layer in layers if layer in cache.attending]
@@ -336,16 +339,6 @@ class DryRun(CountedForwards):
             rebuilding=rebuilding * len(with_states) // max(1, len({id(layer) for layer in with_states})),
             logits=logits[:, -1].nbytes,
         )
-
-    @contextmanager
-    def _as_in_the_loop(self) -> Iterator[None]:
-        """While open, the model attends and keeps states as it does there."""
-        mixers = Mixers(self.model)
-        try:
-            with attending_grouped(self.model):
-                yield
-        finally:
-            mixers.let_go()
 
 
 def _committed_bytes(layer: StateLayer, kind: str | None = None) -> int:
