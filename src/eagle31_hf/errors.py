@@ -79,11 +79,10 @@ class TrainingError(Eagle31Error, RuntimeError):
 
 
 _ONE_BENCH = "`eagle31 bench --target TARGET --drafter DRAFTER` measures all methods in turns, as tables and --json"
-_AS_STORED = "weights packed by GPTQ or AWQ are planned by the size of their files: plan the checkpoint that holds them"
+_AS_STORED = "weights packed so are planned by the size of their files: plan the checkpoint that holds them"
 _LAYOUTS = "all layouts are read, plain, mla and speculators are written; leave the option out (plain)"
 REMOVED_IN_0_2 = {
-    "quantization gptq-4bit": _AS_STORED,
-    "quantization awq-4bit": _AS_STORED,
+    **{f"quantization {name}": _AS_STORED for name in ("gptq-4bit", "awq-4bit", "fp8", "fp8-block", "mxfp4")},
     "convert --allow-loss": "a layout that cannot express the drafter is refused; write it as plain or speculators",
     **{f"--format {name}": _LAYOUTS for name in ("specforge", "torchspec", "modelopt", "nemo")},
     "report": "`eagle31 bench --plot speed.png --json figures.json` draws and writes what it measures",

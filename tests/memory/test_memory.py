@@ -179,13 +179,12 @@ def test_a_config_that_is_quantised_needs_no_name() -> None:
 
 def test_weights_packed_by_others_are_planned_as_the_hub_stores_them(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LlamaConfig(**{**TINY.to_dict(), "quantization_config": {"quant_method": "gptq", "bits": 4}})
-    files = [SimpleNamespace(rfilename="model.safetensors", size=5000), SimpleNamespace(rfilename="x.json", size=7)]
+    sizes = {"model-1.safetensors": 2000, "model-2.safetensors": 3000, "x.json": 7, "model.bin": 9000}
+    files = [SimpleNamespace(path="original"), *(SimpleNamespace(path=name, size=sizes[name]) for name in sizes)]
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_args, **_kwargs: config)
-    monkeypatch.setattr(target_facts.HfApi, "model_info", lambda *_args, **_kwargs: SimpleNamespace(siblings=files))
+    monkeypatch.setattr(target_facts.HfApi, "list_repo_tree", lambda *_args: files)
     facts = read_target("somebody/a-model-GPTQ")
     assert (facts.quantization.name, facts.weights.total) == ("as stored", 5000)
-    with pytest.raises(MemoryPlanError, match=r"gptq-4bit was removed in 0\.2\.0: .*size of their files"):
-        plan_memory(TINY, quantization="gptq-4bit", card="RTX 3060")
 
 
 def test_a_drafter_for_another_target_is_refused() -> None:
@@ -198,25 +197,32 @@ def test_a_drafter_for_another_target_is_refused() -> None:
 def test_experts_left_unpacked_are_reported_with_their_bytes() -> None:
     plan = plan_memory(MixtralConfig(), quantization="bnb-nf4", card="H200")
     assert any("experts stay bf16 and take 84.00 GiB of 85.19 GiB" in warning for warning in plan.warnings)
-    assert not plan_memory(MixtralConfig(), quantization="fp8-block", card="H200").warnings
+
+
+def stored(config: PreTrainedConfig, method: str, gib: float, folder: Path) -> Path:
+    """A checkpoint that is packed by a method, with a file as large as its weights and nothing in it."""
+    type(config)(**{**config.to_dict(), "quantization_config": {"quant_method": method}}).save_pretrained(folder)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(int(gib * GIB))
+    return folder
 
 
 @pytest.mark.parametrize(
     ("card", "gib"), [("RTX 3090", 14.96), ("RTX A6000", 14.96), ("RTX 4090", 8.46), ("H100", 8.46)]
 )
-def test_fp8_is_planned_as_this_card_loads_it(card: str, gib: float) -> None:
-    plan = plan_memory(LLAMA_8B, quantization="fp8-block", card=card, context=1024)
+def test_fp8_is_planned_as_this_card_loads_it(card: str, gib: float, tmp_path: Path) -> None:
+    plan = plan_memory(stored(LLAMA_8B, "fp8", 8.46, tmp_path), card=card, context=1024)
     assert plan.target.weights.total / GIB == pytest.approx(gib, abs=0.01)
     assert any("unpacked to bf16" in warning for warning in plan.warnings) == (gib > 10)
 
 
-def test_mxfp4_without_its_packages_is_planned_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
+def test_mxfp4_without_its_packages_is_planned_unpacked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = stored(GptOssConfig(num_hidden_layers=24, num_local_experts=32), "mxfp4", 12.8, tmp_path)
     measured = replace(find_card("H100"), measured=True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    unpacked = plan_memory(config, quantization="mxfp4", card=measured, context=1024)
+    unpacked = plan_memory(folder, card=measured, context=1024)
     assert any("triton" in warning and "GiB become 38.9" in warning for warning in unpacked.warnings)
-    packed = plan_memory(config, quantization="mxfp4", card="H100", context=1024)
+    packed = plan_memory(folder, card="H100", context=1024)
     assert packed.target.weights.total < 13 * GIB
 
 
@@ -261,6 +267,10 @@ def test_this_machine_is_measured() -> None:
         ({"card": "banana"}, "names are RTX 4090, H100, M3 Max and the like. Or give its memory, e.g. '24GiB'$"),
         ({"card": 12}, "12 bytes"),
         ({"quantization": "int3"}, "known: 4bit, 8bit, bf16"),
+        ({"quantization": "gptq-4bit"}, r"gptq-4bit was removed in 0\.2\.0: .*size of their files"),
+        ({"quantization": "FP8"}, r"fp8 was removed in 0\.2\.0: .*size of their files"),
+        ({"quantization": {"quant_method": "exotic"}}, "'exotic'; weights packed so .*name one of bf16"),
+        ({"quantization": {"bits": 4}}, "cannot be read"),
         ({"context": 0}, "context=0"),
         ({"context": -5}, "context=-5"),
         ({"context": 10**12}, "context=1000000000000"),

@@ -135,29 +135,13 @@ def test_weights_packed_in_another_way_are_planned_as_stored(tmp_path: Path) -> 
 # --- schemes ----------------------------------------------------------------------------------------------------------
 
 
-def test_formulas_of_formats_no_cpu_loads() -> None:
-    """Sizes worked out by hand from the layouts: 4096 x 14336 matrices, groups of 128."""
-    rows, columns = 4096, 14336
-    elements = rows * columns
-    assert SCHEMES["fp8-block"].matrix_bytes(rows, columns) == elements + 4 * 32 * 112
-    assert SCHEMES["fp8-block"].matrix_bytes(130, 129) == 130 * 129 + 4 * 2 * 2
-    assert SCHEMES["mxfp4"].matrix_bytes(rows, columns) == elements // 2 + elements // 32
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Quantization("fp8-block", "fp16", 128)),
-        ({"quant_method": "fp8", "weight_block_size": None}, Quantization("fp8-block", "fp16", -1)),
-        ({"quant_method": "mxfp4"}, Quantization("mxfp4", "fp16", 32)),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Quantization("fp8", "fp16")),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-          "bnb_4bit_use_double_quant": True}, Quantization("bnb-nf4", "fp16", 64, True)),
+          "bnb_4bit_use_double_quant": True}, Quantization("bnb-nf4", "fp16", double_quant=True)),
     ],
 )  # fmt: skip
 def test_schemes_are_read_from_a_quantization_config(fields: dict, expected: Quantization) -> None:
     assert scheme(fields, "fp16") == expected
-
-
-def test_unknown_methods_list_the_known_ones() -> None:
-    with pytest.raises(MemoryPlanError, match=r"'exotic'.*bitsandbytes"):
-        scheme({"quant_method": "exotic"})

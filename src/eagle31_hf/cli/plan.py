@@ -30,7 +30,7 @@ class PlanOptions:
         "shaped like the target; none.",
     )
     quantization: str | None = option(
-        None, "4bit, 8bit, or by name: bf16, bnb-nf4, fp8-block, mxfp4 ...", "--quantization", "--quant"
+        None, "4bit, 8bit, or by name: bf16, fp16, bnb-nf4 ...", "--quantization", "--quant"
     )
     card: list[str] | None = option(None, "E.g. 'RTX 4090', 'M3 Ultra' or 24GB; default: this machine.")
     context: int | None = option(

@@ -156,10 +156,11 @@ class _Ledger:
 
     def _weights(self) -> list[LedgerTerm]:
         target, weights, packing = self.target, self.target.weights, self.target.quantization
-        plain = "storages of the loaded model" if target.loaded else f"elements * {packing.dtype_bytes}"
+        elements, matrices = f"elements * {packing.dtype_bytes}", FORMULAS.get(packing.method, "size of the files")
+        plain = "storages of the loaded model" if target.loaded else elements
         return [
-            LedgerTerm(f"target weights, {packing.name}", weights.packed, FORMULAS[packing.method], MOMENTS),
-            LedgerTerm("target experts, not packed", weights.experts, f"elements * {packing.dtype_bytes}", MOMENTS),
+            LedgerTerm(f"target weights, {packing.name}", weights.packed, matrices, MOMENTS),
+            LedgerTerm("target experts, not packed", weights.experts, elements, MOMENTS),
             LedgerTerm("target weights, not packed", weights.plain, plain, MOMENTS),
         ]
 

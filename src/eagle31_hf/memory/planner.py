@@ -135,7 +135,7 @@ def plan_memory(
     warnings = _warnings(facts, found_card, context)
     if not facts.loaded and (reason := _unpacked_reason(facts.quantization, found_card)):
         packed, facts = facts, read_target(target, "bf16")
-        warnings.insert(0, f"{packed.quantization.name} is unpacked to bf16 while loading, because {reason}: "
+        warnings.insert(0, f"{packed.quantization.method} is unpacked to bf16 while loading, because {reason}: "
                            f"{size_text(packed.weights.total)} become {size_text(facts.weights.total)}")  # fmt: skip
     request = _Request(
         target=facts,
@@ -179,7 +179,7 @@ def _checked_margin(margin: int | None, card: Card) -> int:
 def _unpacked_reason(packing: Quantization, card: Card) -> str | None:
     """Why transformers would silently unpack these weights on this card, if it would."""
     capability = card.compute_capability
-    if packing.method == "fp8-block":
+    if packing.method == "fp8":
         if card.kind != "cuda":
             return f"FP8 kernels need a CUDA card, and {card.name} is none"
         if capability is not None and capability < (8, 9):
@@ -195,7 +195,7 @@ def _unpacked_reason(packing: Quantization, card: Card) -> str | None:
 
 def _warnings(target: TargetFacts, card: Card, context: int) -> list[str]:
     packing, weights, found = target.quantization, target.weights, []
-    if weights.experts and packing.packs_linears and not packing.packs_experts:
+    if weights.experts and packing.method != "none":
         found.append(
             f"{packing.name} packs linear layers only: the experts stay {packing.dtype} and take "
             f"{size_text(weights.experts)} of {size_text(weights.total)}; use a checkpoint whose format packs experts "
@@ -205,7 +205,7 @@ def _warnings(target: TargetFacts, card: Card, context: int) -> list[str]:
         found.append(
             "MXFP4 stays packed only with the packages triton (3.4 or later) and kernels; else it becomes bf16"
         )
-    if packing.method == "fp8-block" and card.kind == "cuda" and card.compute_capability is None:
+    if packing.method == "fp8" and card.kind == "cuda" and card.compute_capability is None:
         found.append("FP8 stays packed only from compute capability 8.9 on (RTX 40 series); else it becomes bf16")
     trained = target.max_position_embeddings
     if trained and context > trained:

@@ -16,21 +16,11 @@ from ..errors import MemoryPlanError, config_problem, first_line
 from ..targets.fresh_drafter import trained_context
 from .dry_run import DryRun, dry_run_of
 from .known_targets import close_names, find_known_target
-from .weights import (
-    AS_STORED,
-    DTYPES,
-    SCHEMES,
-    Quantization,
-    WeightBytes,
-    count_weights,
-    packed_as_stored,
-    scheme,
-    storage_bytes,
-)
+from .weights import DTYPES, SCHEMES, Quantization, WeightBytes, count_weights, scheme, storage_bytes
 
 _REQUIRED_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
-WEIGHT_FILES = (".safetensors", ".bin")
+WEIGHT_FILES = (".safetensors", ".bin")  # the first kind that is there is loaded
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,7 @@ def read_target(target: Any, quantization: Any = None) -> TargetFacts:
     name = str(target) if isinstance(target, (str, Path)) else config.name_or_path or config.model_type
     packing = _packing(config, quantization)
     facts = _facts(name, config, packing)
-    if packing.method == AS_STORED:
+    if packing.is_as_stored:
         packed = replace(facts.weights, packed=_bytes_of_files(target, config), experts=0, plain=0)
         facts = replace(facts, weights=packed)
     return facts
@@ -94,16 +84,17 @@ def read_target(target: Any, quantization: Any = None) -> TargetFacts:
 
 def _bytes_of_files(target: Any, config: PreTrainedConfig) -> int:
     """Of the weights in a folder or on the Hub, which is asked for their sizes alone."""
-    sizes: list[int] = []
+    files: dict[str, int] = {}
     if isinstance(target, (str, Path)) and Path(target).is_dir():
-        sizes = [file.stat().st_size for file in Path(target).iterdir() if file.suffix in WEIGHT_FILES]
+        files = {file.name: file.stat().st_size for file in Path(target).iterdir()}
     elif isinstance(target, str) and can_be_hub_id(target):
         try:
-            files = HfApi().model_info(target, files_metadata=True).siblings or []
+            files = {file.path: getattr(file, "size", 0) for file in HfApi().list_repo_tree(target)}
         except Exception as error:  # the network may fail in any way
             raise MemoryPlanError(f"the Hub does not say how large the files of {target!r} are ({first_line(error)}); "
                                   "give a folder that holds them") from error  # fmt: skip
-        sizes = [file.size or 0 for file in files if Path(file.rfilename).suffix in WEIGHT_FILES]
+    by_kind = ([size for name, size in files.items() if name.endswith(kind)] for kind in WEIGHT_FILES)
+    sizes = next(filter(None, by_kind), [])
     if not sizes:
         raise MemoryPlanError(
             f"the weights of this {config.model_type!r} are packed in a way that is planned by the size of their "
@@ -162,12 +153,15 @@ def _require_fields(config: PreTrainedConfig) -> None:
 def _packing(config: PreTrainedConfig, quantization: Any) -> Quantization:
     text = config.get_text_config(decoder=True)
     dtype = _dtype_name(getattr(config, "dtype", None) or getattr(text, "dtype", None))
-    own = getattr(config, "quantization_config", None)
     if quantization is None:
-        if own and packed_as_stored(own):
-            return Quantization(AS_STORED, dtype)
-        return scheme(own, dtype) if own else SCHEMES[dtype]
-    return scheme(quantization, dtype)
+        return scheme(getattr(config, "quantization_config", None) or dtype, dtype)
+    packing = scheme(quantization, dtype)
+    if packing.is_as_stored:
+        raise MemoryPlanError(
+            f"got quantization of quant_method {packing.method!r}; weights packed so are planned by the size of their "
+            f"files: plan the checkpoint that holds them, or name one of {', '.join(SCHEMES)}"
+        )
+    return packing
 
 
 def _dtype_name(dtype: Any) -> str:

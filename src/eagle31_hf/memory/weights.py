@@ -26,21 +26,17 @@ from ..errors import MemoryPlanError, first_line, removal
 BLOCK = 64
 """Weights with a scale of their own, where bitsandbytes packs in 4 bits."""
 _NESTED_BLOCK = 256  # scales with a scale of their own, under double quantisation
-AS_STORED = "as stored"
-"""Method of weights that are packed in a way that has no formula here: they take what their files do."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 _OF_4_BITS = "n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)"
 FORMULAS = {
     "none": "n*dtype",
-    AS_STORED: "size of the files",
     "bnb-int8": "n + 4N",
     "bnb-nf4": _OF_4_BITS,
     "bnb-fp4": _OF_4_BITS,
-    "fp8-block": "n + 4*ceil(N/128)*ceil(K/128)",
-    "mxfp4": "n/2 + n/32 (experts only)",
 }
-"""By method, what a matrix takes: as `Quantization.matrix_bytes` computes it, for the ledger."""
+"""By method, what a matrix takes: as `Quantization.matrix_bytes` computes it, for the ledger. Weights packed in another
+way take what their files do."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +44,22 @@ class Quantization:
     """How a target's weights are stored.
 
     Attributes:
-        method: key of `FORMULAS`.
+        method: key of `FORMULAS`, or what transformers calls another way to pack.
         dtype: of everything left unpacked, and of features and caches: `"bf16"`, `"fp16"` or `"fp32"`.
-        group_size: weights with one scale; -1 is one group per row.
         double_quant: bitsandbytes packs the scales too.
         skip_modules: names left unpacked; `None` means what transformers leaves by default.
     """
 
     method: str
     dtype: str = "bf16"
-    group_size: int = -1
     double_quant: bool = False
     skip_modules: tuple[str, ...] | None = None
 
     @property
     def name(self) -> str:
-        """As in `SCHEMES` for the common ones."""
+        """As in `SCHEMES`."""
+        if self.is_as_stored:
+            return "as stored"
         if self.method == "none":
             return self.dtype
         return f"{self.method}{'-dq' if self.double_quant else ''}"
@@ -77,30 +73,19 @@ class Quantization:
         return self.torch_dtype.itemsize
 
     @property
-    def packs_linears(self) -> bool:
-        return self.method not in ("none", "mxfp4")
-
-    @property
-    def packs_experts(self) -> bool:
-        return self.method in ("fp8-block", "mxfp4")
+    def is_as_stored(self) -> bool:
+        """Whether weights take what their files do: there is no formula."""
+        return self.method not in FORMULAS
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of one packed matrix with its scales; a bias is not packed and not counted here."""
-        elements, size = rows * columns, self.group_size
-        if self.method.startswith("bnb-"):
-            return self._bytes_by_bitsandbytes(rows, columns)
-        if self.method == "fp8-block":
-            return elements + 4 * (1 if size <= 0 else math.ceil(rows / size) * math.ceil(columns / size))
-        if self.method == "mxfp4":
-            return elements // 2 + elements // 32
-        return elements * self.dtype_bytes
-
-    def _bytes_by_bitsandbytes(self, rows: int, columns: int) -> int:
-        """Scales and tables included."""
+        """Bytes of one matrix with its scales and tables; a bias is not packed and not counted here."""
+        elements = rows * columns
         if self.method == "bnb-int8":
-            return rows * columns + 4 * rows
-        blocks = math.ceil(rows * columns / BLOCK)
-        packed = math.ceil(rows * columns / 2) + 4 * 16
+            return elements + 4 * rows
+        if not self.method.startswith("bnb-"):
+            return elements * self.dtype_bytes
+        blocks = math.ceil(elements / BLOCK)
+        packed = math.ceil(elements / 2) + 4 * 16
         if not self.double_quant:
             return packed + 4 * blocks
         return packed + blocks + 4 * math.ceil(blocks / _NESTED_BLOCK) + 4 * 256 + 4
@@ -112,15 +97,13 @@ class Quantization:
         and its kernel for CPUs takes the wrong scales without a word (0.50.2, rows of 16, 32, 48, 96, ... weights).
         """
         skipped = any(name == key or name.endswith(f".{key}") for key in self.skip_modules or ())
-        aligned = self.group_size <= 0 or shape[1] % self.group_size == 0
+        aligned = self.method == "bnb-int8" or shape[1] % BLOCK == 0
         return not skipped and aligned and self.matrix_bytes(*shape) < math.prod(shape) * element_bytes
 
     def workspace_bytes(self, rows: int, columns: int, tokens: int) -> int:
         """Bytes a matrix product with `tokens` inputs takes beyond input and output."""
-        if self.method in ("none", "mxfp4"):
+        if self.method == "none":
             return 0
-        if self.method == "fp8-block":
-            return tokens * columns
         if self.method == "bnb-int8":
             return tokens * (columns + 4 * rows)  # int8 inputs, int32 products
         if self.method.startswith("bnb-") and tokens <= 4:
@@ -133,17 +116,14 @@ SCHEMES: dict[str, Quantization] = {
     "fp16": Quantization("none", "fp16"),
     "fp32": Quantization("none", "fp32"),
     "bnb-int8": Quantization("bnb-int8"),
-    "bnb-nf4": Quantization("bnb-nf4", group_size=64),
-    "bnb-nf4-dq": Quantization("bnb-nf4", group_size=64, double_quant=True),
-    "bnb-fp4": Quantization("bnb-fp4", group_size=64),
-    "bnb-fp4-dq": Quantization("bnb-fp4", group_size=64, double_quant=True),
-    "fp8-block": Quantization("fp8-block", group_size=128),
-    "mxfp4": Quantization("mxfp4", group_size=32),
+    "bnb-nf4": Quantization("bnb-nf4"),
+    "bnb-nf4-dq": Quantization("bnb-nf4", double_quant=True),
+    "bnb-fp4": Quantization("bnb-fp4"),
+    "bnb-fp4-dq": Quantization("bnb-fp4", double_quant=True),
 }
 _OTHER_NAMES = {"4bit": "bnb-nf4-dq", "8bit": "bnb-int8",
                 "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "bnb-int8", "nf4": "bnb-nf4",
-                "nf4-dq": "bnb-nf4-dq", "fp4": "bnb-fp4", "fp8": "fp8-block"}  # fmt: skip
-_METHODS_IN_CONFIGS = ("bitsandbytes", "fp8", "mxfp4")
+                "nf4-dq": "bnb-nf4-dq", "fp4": "bnb-fp4"}  # fmt: skip
 
 
 def scheme(quantization: str | dict[str, Any] | Quantization | Any, dtype: str = "bf16") -> Quantization:
@@ -153,7 +133,7 @@ def scheme(quantization: str | dict[str, Any] | Quantization | Any, dtype: str =
         dtype: of what stays unpacked, where the scheme leaves it open.
 
     Raises:
-        MemoryPlanError: unknown; the known ones are listed.
+        MemoryPlanError: a name that is not known, or a configuration that cannot be read; the known names are listed.
     """
     if isinstance(quantization, Quantization):
         return quantization
@@ -165,11 +145,12 @@ def scheme(quantization: str | dict[str, Any] | Quantization | Any, dtype: str =
         found = SCHEMES[name]
         return found if found.method == "none" else replace(found, dtype=dtype)
     try:
-        fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        fields = quantization if isinstance(quantization, dict) else vars(quantization)
+        method = str(getattr(fields["quant_method"], "value", fields["quant_method"]))
+        if method != "bitsandbytes":
+            return Quantization(method, dtype)
         skip = fields.get("modules_to_not_convert") or fields.get("llm_int8_skip_modules")
-        return replace(_from_fields(fields), dtype=dtype, skip_modules=tuple(skip) if skip else None)
-    except MemoryPlanError:
-        raise
+        return replace(_of_bitsandbytes(fields), dtype=dtype, skip_modules=tuple(skip) if skip else None)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise MemoryPlanError(
             f"got quantization_config {str(quantization)[:160]!r}, which cannot be read ({first_line(error)}); name "
@@ -177,33 +158,11 @@ def scheme(quantization: str | dict[str, Any] | Quantization | Any, dtype: str =
         ) from error
 
 
-def _from_fields(fields: dict[str, Any]) -> Quantization:
-    method = _method_of(fields)
-    if method == "mxfp4":
-        return SCHEMES["mxfp4"]
-    if method == "fp8":
-        block = fields.get("weight_block_size")
-        return replace(SCHEMES["fp8-block"], group_size=int(block[0]) if block else -1)
-    if method == "bitsandbytes":
-        if fields.get("load_in_8bit") or fields.get("_load_in_8bit"):
-            return SCHEMES["bnb-int8"]
-        kind = SCHEMES[f"bnb-{fields.get('bnb_4bit_quant_type', 'fp4')}"]
-        return replace(kind, double_quant=bool(fields.get("bnb_4bit_use_double_quant")))
-    raise MemoryPlanError(
-        f"got a quantization_config of quant_method {method!r}; known: {', '.join(_METHODS_IN_CONFIGS)}; name the "
-        f"nearest of {', '.join(SCHEMES)} instead"
-    )
-
-
-def packed_as_stored(own: Any) -> bool:
-    """Whether a target's own `quantization_config` names a way of packing that has no formula here."""
-    return _method_of(own) not in (None, *_METHODS_IN_CONFIGS)
-
-
-def _method_of(own: Any) -> str | None:
-    """`quant_method` of a `quantization_config`."""
-    method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
-    return None if method is None else str(getattr(method, "value", method))
+def _of_bitsandbytes(fields: dict[str, Any]) -> Quantization:
+    if fields.get("load_in_8bit") or fields.get("_load_in_8bit"):
+        return SCHEMES["bnb-int8"]
+    kind = SCHEMES[f"bnb-{fields.get('bnb_4bit_quant_type', 'fp4')}"]
+    return replace(kind, double_quant=bool(fields.get("bnb_4bit_use_double_quant")))
 
 
 # --- what a model has -------------------------------------------------------------------------------------------------
@@ -239,7 +198,7 @@ class WeightBytes:
     """Bytes of a model's weights under one quantisation.
 
     Attributes:
-        packed: of matrices and experts the method packs, scales included.
+        packed: of matrices the method packs, scales included.
         experts: of experts left unpacked.
         plain: of everything else.
         largest_packed: `(N, K)` of the largest packed matrix of an `nn.Linear`; `(0, 0)` if none is.
@@ -271,17 +230,12 @@ def count_weights(model: PreTrainedModel, quantization: Quantization) -> WeightB
         place, _, key = name.rpartition(".")
         module = model.get_submodule(place)
         is_linear = type(module) is nn.Linear and key == "weight"
-        dimensions = parameter.ndim if "Experts" in type(module).__name__ else 0
-        is_packed = is_linear and quantization.packs_linears and should_convert_module(place, left)
-        if is_packed or (dimensions == 3 and quantization.packs_experts):
-            rows, columns = parameter.shape[-2:]
-            packed += math.prod(parameter.shape[:-2]) * quantization.matrix_bytes(rows, columns)
-            if is_linear and rows * columns > math.prod(largest):
-                largest = rows, columns
-        elif dimensions == 3:
+        if is_linear and quantization.method != "none" and should_convert_module(place, left):
+            rows, columns = parameter.shape
+            packed += quantization.matrix_bytes(rows, columns)
+            largest = max(largest, (rows, columns), key=math.prod)
+        elif parameter.ndim == 3 and "Experts" in type(module).__name__:
             experts += parameter.nbytes
-        elif dimensions == 2 and quantization.packs_experts:
-            plain += parameter.numel() * 4  # biases are kept in fp32 beside packed experts
         else:
             plain += parameter.nbytes
     return WeightBytes(packed, experts, plain, largest)
