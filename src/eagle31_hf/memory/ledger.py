@@ -258,37 +258,26 @@ class _Ledger:
     def _recordings(self, drafter: DrafterFacts, terms: Sequence[LedgerTerm]) -> LedgerTerm:
         """What recordings keep. Between its kernels a captured step needs what an eager one would, but keeps it; rows
         get longer before it, not within."""
-        settings, rows = self.settings, self.batch * self.nodes
-        verify, given = self.verify, self._drafted(drafter)
+        shape, verify, batch, vocabulary = self.settings.shape, self.verify, self.batch, self.target.vocab_size
+        rows = batch * self.nodes
+        # A step that ends with a draft: logits and state to go on from, and logits to be checked by.
+        given = batch * (drafter.config.hidden_size + (1 + shape.top_k) * drafter.draft_vocab) * drafter.dtype.itemsize
         pooled = {
             VERIFY: verify.activations + rows * self.tapped + verify.states,
             # What the step gives lies where scores have lain.
-            ACCEPT: rows * self.target.vocab_size * (ACCEPT_BYTES + 1) - given,
+            ACCEPT: rows * vocabulary * (ACCEPT_BYTES + 1) - given,
             UPDATE: self._update(drafter),
             DRAFT: self._step(drafter),
         }
         unpacked = {term.moments[0]: term.num_bytes for term in terms if "unpacking workspace" in term.name}
         pool = max(num_bytes + unpacked.get(moment, 0) for moment, num_bytes in pooled.items())
-        lengths = recorded_lengths(cache_size(settings.cache_capacity, 1, exact=True).capacity)
-        own = lengths * (self._inputs_and_outputs() + 2 * given)
-        if verify.states:
-            # Moving states on reads what was given of them and gives as many, whatever the length.
-            own += (lengths + 1) * verify.given
+        lengths = recorded_lengths(cache_size(self.settings.cache_capacity, 1, exact=True).capacity)
+        one = verify.logits + batch * self.tapped  # of a token, where drafting rests
+        # Noise, of which a round's end needs more than the first draft, and twice which tokens were seen.
+        drawn_by = batch * vocabulary * (4 * (3 * shape.depth + 1) + 2)
+        # Moving states on reads what was given of them and gives as many, whatever the length.
+        own = lengths * ((2 * self.nodes + 1) * one + drawn_by + 2 * given) + (lengths + 1) * verify.given
         return LedgerTerm("recordings", pool + own + workspace_bytes(self.card), RECORDINGS_FORMULA, MOMENTS)
-
-    def _inputs_and_outputs(self) -> int:
-        """Those of the steps for one length, drafts aside."""
-        depth, vocabulary = self.settings.shape.depth, self.target.vocab_size
-        one = self.verify.logits + self.batch * self.tapped  # of a token, where drafting rests
-        noise = (2 * depth + 1 + depth) * vocabulary * 4  # a round's end looks further ahead than the first draft
-        seen = 2 * vocabulary
-        return (2 * self.nodes + 1) * one + self.batch * (noise + seen)
-
-    def _drafted(self, drafter: DrafterFacts) -> int:
-        """What a step that ends with a draft gives: logits and state to go on from, and logits to be checked by."""
-        logits = 1 + self.settings.shape.top_k
-        width = drafter.config.hidden_size
-        return self.batch * (width + logits * drafter.draft_vocab) * drafter.dtype.itemsize
 
 
 HOPPER = (9, 0)
