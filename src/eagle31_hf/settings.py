@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from .drafting.shape import FIXED_DEPTH, LONGEST_CHAIN, USUAL_TREE, DraftShape, default_tree_size
+from .drafting.shape import FIXED_DEPTH, LONGEST_CHAIN, USUAL_TREE, DraftShape
 from .errors import ConfigurationError, removal
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         depth = depth or FIXED_DEPTH
         if top_k == 1:
             return DraftShape(depth, least or 0.0)
-        return DraftShape(depth, top_k=top_k, size=self.draft_tree_size or default_tree_size(depth, top_k))
+        return DraftShape(depth, top_k=top_k, size=self.draft_tree_size or 2 * top_k * depth)
 
     @property
     def stored_cache_type(self) -> str:

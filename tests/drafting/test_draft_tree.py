@@ -56,7 +56,7 @@ def assert_consistent(tree: DraftTree) -> None:
             path = above(parents, node)
             assert tree.depths[row, node] == len(path) - 1 <= tree.max_depth
             assert sorted(path) == tree.ancestors[row, node].nonzero().flatten().tolist()
-            assert sum(parent == node for parent in parents[1:]) <= tree.max_children
+            assert not tree.is_chain or sum(parent == node for parent in parents[1:]) <= 1
 
 
 # --- any tree ---------------------------------------------------------------------------------------------------------

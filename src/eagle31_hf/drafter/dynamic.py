@@ -76,7 +76,7 @@ def grow_tree(
         depths=ancestors.sum(2) - 1,
         ancestors=ancestors,
         max_depth=min(shape.depth, shape.nodes - 1),
-        max_children=min(top_k, shape.nodes - 1),
+        is_chain=min(top_k, shape.nodes - 1) <= 1,
     )
 
 

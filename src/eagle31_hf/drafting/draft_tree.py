@@ -39,7 +39,7 @@ class DraftTree:
         depths: `(B, N)` int64; root 0.
         ancestors: `(B, N, N)` bool; `[b, i, j]`: `j` is `i` or above it.
         max_depth: `D`, no accepted path is longer (known without asking the device; the longest may be shorter).
-        max_children: no node has more children; at most 1 means the tree is a chain.
+        is_chain: every node has at most one child, so node `i` hangs below node `i - 1`.
     """
 
     tokens: Tensor
@@ -47,13 +47,13 @@ class DraftTree:
     depths: Tensor
     ancestors: Tensor
     max_depth: int
-    max_children: int
+    is_chain: bool
 
     @classmethod
     def chain(cls, tokens: Tensor) -> DraftTree:
         """A tree of width 1: `tokens (B, K+1)`, the last accepted token and `K` drafts in order."""
         batch, size = tokens.shape
-        return cls(tokens, *_of_chains(batch, size, tokens.device), max_depth=size - 1, max_children=min(1, size - 1))
+        return cls(tokens, *_of_chains(batch, size, tokens.device), max_depth=size - 1, is_chain=True)
 
     @property
     def size(self) -> int:
@@ -66,11 +66,6 @@ class DraftTree:
         if depth >= self.max_depth:
             return self
         return replace(self, max_depth=depth, depths=self.depths.clamp(max=depth))
-
-    @property
-    def is_chain(self) -> bool:
-        """Every node has at most one child, so node `i` hangs below node `i - 1`."""
-        return self.max_children <= 1
 
 
 @lru_cache(maxsize=64)

@@ -82,17 +82,10 @@ USUAL_TREE = DraftShape(5, top_k=2, size=8)
 """What graphs draft for one sampled text where nothing is set."""
 
 LONGEST_CHAIN, LONGEST_OF_GRAPHS = 12, 7
-"""The longest chains where nothing is set: ended by doubt, where asking costs nothing, and by graphs, whose chain has
-the nodes of the tree."""
-LONGEST_STEERED = 12
-"""The longest that a controller steers to."""
+"""The longest chains where nothing is set: ended by doubt, where asking costs nothing, or steered by a controller, and
+by graphs, whose chain has the nodes of the tree."""
 FIXED_DEPTH = 6
 """Of other drafts whose depth is not set, trees of a width that was asked for among them."""
-
-
-def default_tree_size(depth: int, top_k: int) -> int:
-    """Nodes of a tree whose size is not set."""
-    return 2 * top_k * depth
 
 
 def num_candidates(depth: int, top_k: int) -> int:

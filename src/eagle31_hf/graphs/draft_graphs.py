@@ -49,8 +49,7 @@ class DraftNodes(NamedTuple):
         if self.parents is None:
             return DraftTree.chain(self.tokens if depth is None else self.tokens[:, : depth + 1])
         most = self.tokens.shape[1] - 1
-        sizes = {"max_depth": min(shape.depth, most), "max_children": min(shape.top_k, most)}
-        tree = DraftTree(*self, **sizes)  # type: ignore[arg-type]
+        tree = DraftTree(*self, max_depth=min(shape.depth, most), is_chain=most <= 1)  # type: ignore[arg-type]
         return tree if depth is None else tree.cut_to(depth)
 
 

@@ -15,7 +15,7 @@ from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter, MtpDrafter
 from ..drafting.costs import WIDTH, WIDTH_IN_HALF, WIDTH_ON_CPU, RoundCosts
 from ..drafting.planner import FIRST_RATE, Planner
-from ..drafting.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, LONGEST_STEERED, USUAL_TREE, DraftShape
+from ..drafting.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape
 from ..graphs.captured import CAPTURES
 from ..graphs.graphs import Graphs
 from ..sampling.logits_processing import ScoreProcessing
@@ -101,7 +101,7 @@ class Pair(PairGraphs):
             if graphs is None:
                 shape = draft_shape(drafter, rows=rows, sampled=sampled, depth=depth, by_graphs=False)
                 if drafter.generation_config.num_assistant_tokens_schedule == "pid" and not shape.is_tree:
-                    shape = replace(shape, depth=max(shape.depth, LONGEST_STEERED))
+                    shape = replace(shape, depth=max(shape.depth, LONGEST_CHAIN))
         planner = self._planner(shape, by_graphs=graphs is not None, start=depth, on_event=on_event)
         return Drafting(shape, planner, graphs, why)
 
@@ -157,7 +157,7 @@ def _drafted_by_graphs(drafter: Eagle31Drafter, *, sampled: bool) -> DraftShape:
     if drafter.device.type not in CAPTURES:
         return usual
     plan = drafter.memory_plan
-    longest = LONGEST_STEERED if plan is None else min(LONGEST_STEERED, plan.settings.draft_tokens)
+    longest = LONGEST_CHAIN if plan is None else min(LONGEST_CHAIN, plan.settings.draft_tokens)
     depth = longest_worthwhile(step_share(drafter), FIRST_RATE, longest=longest)
     is_packed = getattr(drafter.binding.model, "hf_quantizer", None) is not None
     if depth < FEWEST_LEVELS or is_packed:  # packed weights make a product dearer with its rows
@@ -177,7 +177,7 @@ def largest_shape(drafter: Assistant, *, rows: int, by_graphs: bool) -> DraftSha
     ways = [(sampled, kept) for sampled in (False, True) for kept in (False, True)]
     shapes = [draft_shape(drafter, rows=1, sampled=sampled, by_graphs=kept) for sampled, kept in ways]
     widest = max(shapes, key=lambda shape: shape.nodes)
-    return replace(widest, depth=max(LONGEST_STEERED, *(shape.depth for shape in shapes)))
+    return replace(widest, depth=max(LONGEST_CHAIN, *(shape.depth for shape in shapes)))
 
 
 def _costs(drafter: Assistant, shape: DraftShape, *, by_graphs: bool) -> RoundCosts:

@@ -126,7 +126,7 @@ def probe_tree(nodes: Tensor) -> DraftTree:
     """A root, its children 1 and 2, and a node below 1. `nodes`: `(B, 4)`."""
     parents = torch.tensor([(0, 0, 0, 1)] * len(nodes), device=nodes.device)
     ancestors = ancestors_from_parents(parents, max_depth=2)
-    return DraftTree(nodes, parents, ancestors.sum(2) - 1, ancestors, max_depth=2, max_children=2)
+    return DraftTree(nodes, parents, ancestors.sum(2) - 1, ancestors, max_depth=2, is_chain=False)
 
 
 def _plain_logits(binding: TargetBinding, tokens: Tensor) -> Tensor:
