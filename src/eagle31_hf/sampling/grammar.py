@@ -151,7 +151,7 @@ class GrammarProcessor(stock.LogitsProcessor):
     """Forbids what a grammar does not allow next, for one text.
 
     It follows the text it is shown: tokens it has not seen yet are added, and if another text is shown than before (a
-    draft was not taken) it goes back to where the two part.
+    draft was not taken) it begins anew.
 
     Args:
         prompt_length: tokens before the text begins.
@@ -197,12 +197,9 @@ class GrammarProcessor(stock.LogitsProcessor):
         return allowed
 
     def _follow(self, written: list[int]) -> None:
-        shared = 0
-        while shared < min(len(written), len(self._seen)) and written[shared] == self._seen[shared]:
-            shared += 1
-        if shared < len(self._seen):
-            self._matcher.rollback(len(self._seen) - shared)
-        for token in written[shared:]:
+        if written[: len(self._seen)] != self._seen:
+            self._matcher, self._seen = self._grammar.matcher.deep_copy(), []
+        for token in written[len(self._seen) :]:
             self._matcher.consume_token(token)
         self._seen = written
 
