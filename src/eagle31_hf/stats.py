@@ -15,11 +15,11 @@ NOT_A_NUMBER = "the drafter's scores are no numbers (NaN); the rest of the text 
 
 @dataclass(frozen=True)
 class DraftEvent:
-    """A change of what is drafted.
+    """Where drafting rested, went on or stopped.
 
     Attributes:
         new_tokens: written by then, summed over rows.
-        what: `"length"`, `"source"`, `"rest"`, `"resume"`, `"stop"`.
+        what: `"rest"`, `"resume"`, `"stop"`.
         why: in words, with the figures it was decided by.
     """
 

@@ -55,16 +55,12 @@ class DraftRates:
         self._accepted, self._reached = [0.0] * depth, [0.0] * depth
         self._reach: list[float] | None = None
 
-    @property
-    def overall(self) -> float:
-        """The rate over all positions, which those are taken to have that were not tried lately."""
-        weighted = sum(self._accepted) + FIRST_RATE * FIRST_WEIGHT
-        return weighted / (sum(self._reached) + FIRST_WEIGHT)
-
     def reach(self) -> list[float]:
         """Chance of each position to be accepted, all before it included."""
         if self._reach is None:
-            base = self.overall * FIRST_WEIGHT
+            # Positions that were not tried lately are taken to have the rate of all.
+            overall = (sum(self._accepted) + FIRST_RATE * FIRST_WEIGHT) / (sum(self._reached) + FIRST_WEIGHT)
+            base = overall * FIRST_WEIGHT
             each = zip(self._accepted, self._reached, strict=True)
             self._reach = list(accumulate(((a + base) / (r + FIRST_WEIGHT) for a, r in each), mul))
         return self._reach
@@ -120,7 +116,7 @@ class Planner:
         lengths: of chains that may be drafted; default: all up to `shape`. By graphs each is a graph of its own.
         start: draft tokens that `"pid"` begins with; default: the longest.
         has_drafter: without one, drafts come from the texts alone.
-        on_event: called with what changed and why.
+        on_event: called with `"rest"` or `"resume"`, and why.
     """
 
     def __init__(
@@ -144,7 +140,6 @@ class Planner:
         self._rows = 1
         self._doubt: float | None = None  # least confidence of a draft that goes on
         self._won, self._paid = 8.0, 8.0  # tokens of the drafter's rounds lately, and their costs
-        self._drafted_depth, self._source = 0, "drafter"
         self._rest_left, self._next_rest = 0, SHORTEST_REST
         self._lost, self._has_won, self._is_trial = 0.0, False, False
         self._texts: dict[Hashable, RepeatingText] = {}  # that drafts may be looked up in
@@ -257,8 +252,6 @@ class Planner:
         if seconds > 0.0:
             self.costs.record((drafted > 0, depth), seconds)
         self._judge_lookups(rows)
-        if depth:
-            self._tell_source("drafter" if drafted else "prompt lookup")
         if drafted:
             self._record_drafts(plan.shape, drafted, accepted, tokens)
         elif self._rest_left > 0:
@@ -280,7 +273,6 @@ class Planner:
         if self.schedule == "pid" and drafted >= min(shape.depth, self._length()):
             whole = sum(row >= drafted for row in accepted) / len(accepted)
             self._steering = steer(self._steering, whole, self._wanted(), self.shape.depth)
-        self._tell_length()
         if self._is_constant:
             self._lost = 0.0 if any(accepted) else self._lost + LOSS / VAIN_ROUNDS
             has_won, is_lost = any(accepted), self._lost >= (LOSS / VAIN_ROUNDS if self._is_trial else LOSS)
@@ -334,17 +326,3 @@ class Planner:
         """Drafts that doubt ends should be accepted whole as often as one more token would have to be."""
         changed = self._least_confidence() * exp(DOUBT_STEP * (self._wanted() - accepted_whole))
         self._doubt = min(max(changed, 1e-6), 0.9)
-
-    # --- events ---------------------------------------------------------------------------------------------------
-
-    def _tell_source(self, source: str) -> None:
-        if source != self._source:
-            self._source = source
-            self._on_event("source", source)
-
-    def _tell_length(self) -> None:
-        length = self._length()
-        if self._drafted_depth and length != self._drafted_depth:
-            likely = f"a draft token is accepted {self.rates.overall:.0%} of the time, by an estimate"
-            self._on_event("length", f"{self._drafted_depth} to {length} tokens: {likely}")
-        self._drafted_depth = length
