@@ -19,7 +19,7 @@ from ..checkpoints.mtp_network import MtpNetwork
 from ..config import Eagle31Config, MtpConfig
 from ..errors import MemoryPlanError
 from ..targets.fresh_drafter import default_config
-from .dry_run import CountedForwards, Forward, ForwardBytes, counting, run_over
+from .dry_run import CountedForwards, Forward, ForwardBytes, counting
 from .target_facts import TargetFacts
 from .weights import Quantization
 
@@ -77,11 +77,8 @@ class DrafterFacts(CountedForwards):
 
     def _run_over_our_cache(self, forward: Forward) -> ForwardBytes:
         with counting() as counter:
-            kinds = LayerKinds(tuple(map(LayerKind, self.windows)))
-            cache = SpeculativeCache(kinds, **forward.cache_sizes)
-            _, alive = run_over(cache, forward, partial(self._read, forward, cache), counter)
-        kept = [layer.num_bytes for layer in cache.attending]
-        return ForwardBytes(alive, sum(kept), max(kept, default=0))
+            cache = SpeculativeCache(LayerKinds(tuple(map(LayerKind, self.windows))), **forward.cache_sizes)
+            return self._over(cache, forward, partial(self._read, forward, cache), counter)
 
     def _read(self, forward: Forward, cache: SpeculativeCache, tokens: int) -> Tensor:
         steps, width = forward.verifies, self.config.hidden_size if forward.verifies else self.aux_width

@@ -185,29 +185,6 @@ class ForwardBytes:
         return max(self.alive)
 
 
-def run_over(
-    cache: SpeculativeCache,
-    forward: Forward,
-    read: Callable[[int], Tensor],
-    counter: StorageCounter,
-    *,
-    is_draft: bool = False,
-) -> tuple[Tensor, tuple[int, ...]]:
-    """Run a forward by `read`, which is told how many tokens to read: its logits, and what was alive at each of its
-    steps beside the cache. A few tokens before it make every layer's buffers."""
-    before = forward.slots - forward.tokens
-    if first := min(READ_BEFORE, before):
-        cache.place(first)
-        read(first)
-        cache.commit(first)
-        cache.make_room(before)
-        cache.placement.set_lengths([before] + [before - 1] * (forward.batch - 1))
-    counter.restart_peak()
-    cache.place(forward.tokens, is_draft=is_draft)
-    logits = read(forward.tokens)
-    return logits, tuple(live - cache.num_bytes for live in counter.steps)
-
-
 class CountedForwards:
     """Forwards that are run without memory, each once.
 
@@ -218,6 +195,7 @@ class CountedForwards:
     """
 
     def __init__(self, name: str, windows: Sequence[int | None], ways: Sequence[Callable[[Forward], ForwardBytes]]):
+        self._computed: Sequence[int] = range(len(windows))  # for each layer, the one that computes what it would
         self.windows, self._name, self._ways = tuple(windows), name, list(ways)
         self._turns, self._count = threading.Lock(), lru_cache(maxsize=None)(self._run)
 
@@ -263,6 +241,43 @@ class CountedForwards:
             "the plan out, generate works without one"
         ) from failures[0]
 
+    def _over(
+        self, cache: SpeculativeCache, forward: Forward, read: Callable[[int], Tensor], counter: StorageCounter
+    ) -> ForwardBytes:
+        """What a forward over `cache` takes, where `read` reads so many tokens; a few before it make all buffers."""
+        before = forward.slots - forward.tokens
+        if first := min(READ_BEFORE, before):
+            cache.place(first)
+            read(first)
+            cache.commit(first)
+            cache.make_room(before)
+            cache.placement.set_lengths([before] + [before - 1] * (forward.batch - 1))
+        counter.restart_peak()
+        cache.place(forward.tokens, is_draft=forward.verifies)
+        logits = read(forward.tokens)
+        alive = tuple(live - cache.num_bytes for live in counter.steps)
+        layers: list[Any] = [cache.layers[index] for index in self._computed]
+        kept = [layer.num_bytes for layer in layers if layer in cache.attending]
+        with_states: list[StateLayer] = [layer for layer in layers if layer in cache.with_states]
+        states = sum(map(_committed_bytes, with_states))
+        is_chain = forward.verifies and forward.tokens > 1
+        recorded = sum(layer.state_bytes for layer in with_states) - 2 * states if is_chain else 0
+        windows = sum(_committed_bytes(layer, CONVOLUTION) for layer in with_states if layer.trace().recorded)
+        counter.restart_peak()
+        left = counter.live_bytes
+        cache.commit(forward.tokens)
+        rebuilding = counter.peak_bytes - left if is_chain and with_states else 0
+        return ForwardBytes(
+            alive=alive,
+            cache=sum(kept),
+            largest_layer=max(kept, default=0),
+            states=states,
+            recorded=recorded,
+            given=states + (recorded - windows if is_chain else 0),
+            rebuilding=rebuilding * len(with_states) // max(1, len({id(layer) for layer in with_states})),
+            logits=logits[:, -1].nbytes,
+        )
+
 
 class DryRun(CountedForwards):
     """A target to be run without memory.
@@ -289,9 +304,9 @@ class DryRun(CountedForwards):
         if unrecorded:
             raise MemoryPlanError(f"{unrecorded}, so it is decoded plainly; plans are for drafts, leave the plan out")
         self.has_states = any(kind.num_states for kind in kinds.layers)
-        self._computed = _skip_layers_alike(self.model, self.text)
         ways = [partial(self._run_over_our_cache, masks_by_type=each) for each in (None, True, False)]
         super().__init__(type(model).__name__, [kind.window for kind in kinds.layers], ways)
+        self._computed = _skip_layers_alike(self.model, self.text)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -317,28 +332,7 @@ class DryRun(CountedForwards):
         with counting() as counter, attending_grouped(model), ExitStack() as after:
             after.callback(Mixers(model).let_go)  # it keeps states as in the loop
             cache = SpeculativeCache.from_config(self.text, masks_by_type=masks_by_type, **forward.cache_sizes)
-            logits, alive = run_over(cache, forward, read, counter, is_draft=forward.verifies)
-            layers: list[Any] = [cache.layers[index] for index in self._computed]
-            kept = [layer.num_bytes for layer in layers if layer in cache.attending]
-            with_states: list[StateLayer] = [layer for layer in layers if layer in cache.with_states]
-            states = sum(map(_committed_bytes, with_states))
-            is_chain = forward.verifies and forward.tokens > 1
-            recorded = sum(layer.state_bytes for layer in with_states) - 2 * states if is_chain else 0
-            windows = sum(_committed_bytes(layer, CONVOLUTION) for layer in with_states if layer.trace().recorded)
-            counter.restart_peak()
-            left = counter.live_bytes
-            cache.commit(forward.tokens)
-            rebuilding = counter.peak_bytes - left if is_chain and with_states else 0
-        return ForwardBytes(
-            alive=alive,
-            cache=sum(kept),
-            largest_layer=max(kept, default=0),
-            states=states,
-            recorded=recorded,
-            given=states + (recorded - windows if is_chain else 0),
-            rebuilding=rebuilding * len(with_states) // max(1, len({id(layer) for layer in with_states})),
-            logits=logits[:, -1].nbytes,
-        )
+            return self._over(cache, forward, read, counter)
 
 
 def _committed_bytes(layer: StateLayer, kind: str | None = None) -> int:
