@@ -150,6 +150,7 @@ def test_a_tree_equals_the_reference_algorithms(seed: int, top_k: int, depth: in
     assert tree.tokens[0].tolist() == [99] + [100 + token for token in tokens]
     assert tree.parents[0].tolist() == [0, *parents]
     assert tree.size == DraftShape(depth, top_k=top_k, size=size).nodes
+    assert tree.is_chain == (top_k == 1 or tree.size == 2)
 
 
 @pytest.mark.parametrize("size", range(2, 6))
@@ -178,9 +179,3 @@ def test_a_step_reads_what_its_parent_fed_back_and_sees_its_ancestors_alone() ->
     root = DraftState(scores[0], torch.zeros(rows, 1, 1))
     grow_tree(root, step, None, torch.zeros(rows, dtype=torch.long), DraftShape(4, top_k=top_k, size=9))
     assert len(scores) == 4
-
-
-def test_width_one_grows_a_chain() -> None:
-    tree = random_tree(1, top_k=1, depth=4)
-    assert tree.is_chain
-    assert tree.parents[0].tolist() == [0, 0, 1, 2, 3]

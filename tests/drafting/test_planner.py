@@ -167,11 +167,6 @@ def test_asking_twice_changes_nothing(seed: int, schedule: str, doubt: float) ->
         planner.record(plan, drafted, [0], [accepted], dice.random())
 
 
-def test_one_way_with_one_sequence() -> None:
-    trace = synthetic("alternating", 400)
-    assert write(trace, "card") == write(trace, "card")
-
-
 @pytest.mark.parametrize("name", ["plan", "costs", "lookup", "planner"])
 def test_decisions_import_neither_torch_nor_a_clock(name: str) -> None:
     path = Path(eagle31_hf.drafting.__path__[0]) / f"{name}.py"

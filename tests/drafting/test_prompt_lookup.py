@@ -51,12 +51,6 @@ def test_tokens_that_were_taken_back_leave_no_trace(prompt: list[int], wrong: li
     assert text.look_up([3, *right], 5) == TextIndex([*prompt, 3, *right]).lookup(5)
 
 
-def test_a_repeated_run_goes_on() -> None:
-    assert TextIndex([9, 1, 2, 1, 2]).lookup(5) == Lookup(2, (1, 2, 1, 2, 1))
-    assert TextIndex([1, 2, 3]).lookup(5) == NOTHING
-    assert TextIndex([]).lookup(5) == TextIndex([1]).lookup(5) == NOTHING
-
-
 def test_lookups_are_judged_without_being_drafted() -> None:
     rates = LookupRates()
     before = rates.reach(4, 3)

@@ -21,7 +21,7 @@ from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.target_facts import read_target
-from eagle31_hf.memory.weights import SCHEMES, Quantization, scheme, storage_bytes
+from eagle31_hf.memory.weights import SCHEMES, scheme, storage_bytes
 
 pytestmark = pytest.mark.contract
 
@@ -130,18 +130,3 @@ def test_weights_packed_in_another_way_are_planned_as_stored(tmp_path: Path) -> 
     facts = read_target(tmp_path)
     assert (facts.quantization.name, facts.weights.total) == ("as stored", 123_456)
     assert plan_memory(tmp_path, card="RTX 3060", context=64).fits
-
-
-# --- schemes ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Quantization("fp8", "fp16")),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-          "bnb_4bit_use_double_quant": True}, Quantization("bnb-nf4", "fp16", double_quant=True)),
-    ],
-)  # fmt: skip
-def test_schemes_are_read_from_a_quantization_config(fields: dict, expected: Quantization) -> None:
-    assert scheme(fields, "fp16") == expected

@@ -20,8 +20,6 @@ _UNITS = {"b": 1, "kib": 2**10, "mib": MIB, "gib": GIB, "kb": 2**10, "mb": MIB, 
 # Before a CUDA context exists: context, kernels and cuBLAS workspace. Public reports lie between 300 and 800 MiB.
 CUDA_CONTEXT_BYTES = 900 * MIB
 METAL_CONTEXT_BYTES = 300 * MIB
-# Metal lends a process about two thirds of a small machine's memory and three quarters of a large one's.
-_METAL_SHARE = ((36 * GIB, 2 / 3), (2**62, 3 / 4))
 # Windows drivers spill into system memory without an error, at a tenth of the speed: stay well clear.
 _SPILL_MARGIN_BYTES = 3 * GIB // 2
 
@@ -63,7 +61,7 @@ def _cuda(name: str, total_mib: int, capability: tuple[int, int]) -> Card:
 
 def _apple(chip: str, gib: int) -> Card:
     total = gib * GIB
-    share = next(share for limit, share in _METAL_SHARE if total <= limit)
+    share = 2 / 3 if gib <= 36 else 3 / 4  # of its memory Metal lends a process about so much
     return Card(f"Apple {chip} {gib}GB", "mps", total, int(total * share), METAL_CONTEXT_BYTES)
 
 
