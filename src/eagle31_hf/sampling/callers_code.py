@@ -12,7 +12,7 @@ what was drawn, too: nothing is asked or drawn twice where a round is repeated (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,13 +25,6 @@ Moment = tuple[int, bool]
 """Tokens of a text, and whether its criteria were asked: its processors, and the next token, come after them."""
 
 
-class Processed(NamedTuple):
-    """What the processors before `place` have made of the scores behind a prefix, `(1, V)`."""
-
-    place: int
-    scores: Any
-
-
 class CallersCode:
     """The caller's code of one text.
 
@@ -41,7 +34,7 @@ class CallersCode:
 
     Attributes:
         noise: what tokens are sampled by, once there is any.
-        processed: by tokens of the prefix.
+        processed: by tokens of a prefix, how many processors were asked behind it, and what they made of the scores.
         why: what noise that was taken ahead cannot follow; empty while it can.
         asked_ahead: processors were shown tokens that may not come, or have drawn, before a criterion drew.
     """
@@ -50,7 +43,7 @@ class CallersCode:
         self._prompt_length = prompt_length
         self._devices = tuple({torch.device("cpu"), device})
         self.noise: PositionNoise | None = None
-        self.processed: dict[int, Processed] = {}
+        self.processed: dict[int, tuple[int, Any]] = {}
         self.why, self.asked_ahead = "", False
         self._since: Moment = (0, False)  # `why` was met
         self._states: States = {}  # of the generators behind that, as plain decoding has them
@@ -70,7 +63,7 @@ class CallersCode:
         if why and not self.why:
             self.why, self._since, self._states = why, moment, states
         # It may be written on, by others or by what gave it.
-        self.processed[ids.shape[1]] = Processed(place + 1, made if why else kept.copy_(made))
+        self.processed[ids.shape[1]] = place + 1, made if why else kept.copy_(made)
         return made
 
     def must_end(self, length: int, names: Sequence[str], ask: Callable[[], bool]) -> bool:

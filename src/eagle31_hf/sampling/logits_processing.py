@@ -219,7 +219,7 @@ class ScoreProcessing:
         """Processed scores of scores `(1, V)` behind a row's prefix `ids (1, t)`."""
         first = 0
         if code is not None and (made := code.processed.get(ids.shape[1])) is not None:
-            first, scores = made.place, made.scores.clone()
+            first, scores = made[0], made[1].clone()
         for place, processor in enumerate(self.processors[first:], first):
             ask = partial(_ask, view_of_row(processor, row), ids, scores)
             if code is not None and self._moves(processor):
