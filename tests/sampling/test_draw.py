@@ -82,11 +82,11 @@ def test_noise_of_a_long_text_is_bounded() -> None:
         sizes = set()
         for position in range(2000):
             noise.window([0], [position], 6)
-            sizes.add((noise.num_bytes, min(len(noise._states), 400)))
+            sizes.add((noise._ring.nbytes, min(len(noise._states), 400)))
     assert max(size for size, _ in sizes) == noise_bytes(1, 8, 6) == 2 * (16 + 6) * 8 * 4
     batch = PositionNoise(3, 8, CPU)
     batch.window(range(3), [0, 4, 1], 6)
-    assert batch.num_bytes == noise_bytes(3, 8, 6)
+    assert batch._ring.nbytes == noise_bytes(3, 8, 6)
     assert max(states for _, states in sizes) < 300
 
 

@@ -152,14 +152,7 @@ class MemoryPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: what the plan was made from, and the figures that follow from it."""
-        figures = {
-            "fits": self.fits,
-            "peak_bytes": self.peak_bytes,
-            "peak_moment": self.peak_moment,
-            "budget_bytes": self.budget_bytes,
-            "bytes_by_moment": self.bytes_by_moment,
-            "ledger": [asdict(term) for term in self.ledger],
-        }
+        figures = ("fits", "peak_bytes", "peak_moment", "budget_bytes", "bytes_by_moment")
         target, drafter = self.target, self.drafter
         named = ("name", "fingerprint", "num_parameters", "max_position_embeddings", "loaded")
         return {
@@ -174,7 +167,7 @@ class MemoryPlan:
             "given_up": list(self.given_up),
             "alternatives": [{"what": what, "value": value} for what, value in self.alternatives],
             "warnings": list(self.warnings),
-            "figures": figures,
+            "figures": {name: getattr(self, name) for name in figures} | {"ledger": list(map(asdict, self.ledger))},
         }
 
 

@@ -127,11 +127,6 @@ class PositionNoise:
         if position < self._taken:
             self._set_state(self._states[position])
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the noise that is held."""
-        return self._ring.nbytes
-
     # --- taking it -------------------------------------------------------------------------------------------------
 
     def _make_room(self, count: int) -> None:
