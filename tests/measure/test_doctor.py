@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
+from eagle31_hf.demo import drafter_path, target_path
 from eagle31_hf.drafter.replay import TargetText, drafts_along, read_text
 from eagle31_hf.measure import bench, doctor, drift
 from eagle31_hf.measure.bench import Bench
@@ -33,14 +33,14 @@ from eagle31_hf.measure.exactness import Kind, Verdict
 from eagle31_hf.measure.plots import plot_drift
 from eagle31_hf.measure.readings import (
     ReadingScore,
-    Subject,
     mean_over_tokens,
     other_readings,
     replay,
     score_readings,
 )
+from eagle31_hf.measure.results import BenchResult, BenchSettings, Task
 from eagle31_hf.texts.chats import encode_chat
-from eagle31_hf.texts.prompts import read_prompts
+from eagle31_hf.texts.prompts import Prompt, embedded_prompts, read_prompts
 from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded
 
 NEW_TOKENS = 40
@@ -57,8 +57,17 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def prompts(tokenizer: Any) -> list[Tensor]:
-    return [torch.tensor(encode_chat(tokenizer, conversation)) for conversation in CONVERSATIONS]
+def tasks(tokenizer: Any) -> list[Task]:
+    return tasks_of(tokenizer, embedded_prompts())
+
+
+@pytest.fixture(scope="module")
+def prompts(tasks: list[Task]) -> list[Tensor]:
+    return [task.ids for task in tasks]
+
+
+def tasks_of(tokenizer: Any, prompts: list[Prompt]) -> list[Task]:
+    return [Task(prompt, torch.tensor(encode_chat(tokenizer, prompt.messages))) for prompt in prompts]
 
 
 def write(target: Any, prompt: Tensor, new_tokens: int = NEW_TOKENS, **kwargs: Any) -> Tensor:
@@ -75,24 +84,42 @@ def written(target: Any, prompts: list[Tensor]) -> list[Tensor]:
 @pytest.fixture(scope="module")
 def many(target: Any, tokenizer: Any) -> list[TargetText]:
     """What the doctor reads of the embedded pair unless told otherwise: small differences take that much."""
-    chats = [*CONVERSATIONS, *(list(prompt.messages) for prompt in read_prompts([f"many={doctor.PROMPTS}"]))]
-    prompts = [torch.tensor(encode_chat(tokenizer, each)) for each in chats]
+    tasks = tasks_of(tokenizer, [*embedded_prompts(), *read_prompts([f"many={doctor.PROMPTS}"])])
+    prompts = [task.ids for task in tasks]
     drafter = attached(target)
     written = [write(target, prompt, 48, assistant_model=drafter) for prompt in prompts]
-    written += write_both(drafter, prompts, new_tokens=48, temperature=1.0).texts
+    written += texts_of(write_both(drafter, tasks, once(48, temperature=1.0)))
     return texts_for(drafter, written, prompts * 2)
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_the_loop_without_drafts_has_graphs_where_the_drafter_has(
-    target: Any, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch, has_graphs: bool
+    target: Any, tasks: list[Task], monkeypatch: pytest.MonkeyPatch, has_graphs: bool
 ) -> None:
     """Else a verdict on drafts would be one on graphs: `demo` keeps those of both, for drafts of another length."""
     drafter, seen, run = attached(target), [], Bench.run
     monkeypatch.setattr(doctor, "has_graphs", lambda *_: has_graphs)
     monkeypatch.setattr(Bench, "run", lambda bench: seen.extend(bench.settings.methods) or run(bench))
-    write_both(drafter, prompts[:1], new_tokens=4)
+    write_both(drafter, tasks[:1], once(4))
     assert [method.by_graphs for method in seen] == [False, None if has_graphs else False, None]
+
+
+def once(new_tokens: int, **how: Any) -> BenchSettings:
+    return BenchSettings(new_tokens=new_tokens, repeats=1, **how)
+
+
+def texts_of(written: BenchResult) -> list[Tensor]:
+    """Prompts with what plain `generate` wrote."""
+    return [text for call in written.methods[0].calls for text in call.texts]
+
+
+def once(new_tokens: int, **how: Any) -> BenchSettings:
+    return BenchSettings(new_tokens=new_tokens, repeats=1, **how)
+
+
+def texts_of(written: BenchResult) -> list[Tensor]:
+    """Prompts with what plain `generate` wrote."""
+    return [text for call in written.methods[0].calls for text in call.texts]
 
 
 def attached(target: Any, **fields: Any) -> Eagle31Drafter:
@@ -215,9 +242,7 @@ def test_a_wrong_draft_vocabulary_is_named(
 
 
 @pytest.mark.thorough
-def test_a_fine_tuned_target_is_named(
-    target: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fine_tuned_target_is_named(target: Any, tokenizer: Any, tasks: list[Task], tmp_path: Path) -> None:
     """Acceptance far below the drafter's own training report."""
     report = {"stages": [{"acceptance": {"all": {"acceptance_length": 4.5}}}]}
     (tmp_path / "training_report.json").write_text(json.dumps(report))
@@ -226,15 +251,13 @@ def test_a_fine_tuned_target_is_named(
         for layer in tuned.model.layers:
             layer.mlp.down_proj.weight.mul_(1 + 0.35 * torch.randn_like(layer.mlp.down_proj.weight))
     for model, level in ((target, "ok"), (tuned, "problem")):
-        subject = Subject(attached(model), tokenizer, CONVERSATIONS[:3], tmp_path)
-        seen = examine(subject, new_tokens=24)
+        seen = examine(attached(model), tokenizer, tasks[:3], folder=tmp_path, new_tokens=24)
         assert {finding.check: finding.level for finding in seen.findings}["acceptance"] == level
-        assert not seen.greedy.result.refusal
+        assert seen.greedy.is_exact
 
 
-def test_one_text_is_no_verdict(target: Any, tokenizer: Any) -> None:
-    subject = Subject(attached(target), tokenizer, CONVERSATIONS[:1])
-    seen = examine(subject, new_tokens=8)
+def test_one_text_is_no_verdict(target: Any, tokenizer: Any, tasks: list[Task]) -> None:
+    seen = examine(attached(target), tokenizer, tasks[:1], new_tokens=8)
     assert seen.verdict == "too few texts to tell (1): at least 3 are needed, give more prompts"
     assert {finding.check: finding.level for finding in seen.findings}["acceptance"] == "note"
     late = replace(seen, findings=[*seen.findings, Finding("time", "note", "1 of 3 texts")])
@@ -258,43 +281,42 @@ def parting(monkeypatch: pytest.MonkeyPatch, target: Any) -> None:
 
 
 def test_a_text_that_is_not_the_targets_is_a_problem(
-    target: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    target: Any, tokenizer: Any, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parting(monkeypatch, target)
-    subject = Subject(attached(target), tokenizer, CONVERSATIONS[:1])
-    seen = examine(subject, new_tokens=12)
+    seen = examine(attached(target), tokenizer, tasks[:1], new_tokens=12)
     levels = {finding.check: (finding.level, finding.text) for finding in seen.findings}
     level, text = levels["same text, greedy"]
     assert level == "problem"
-    assert "another text, and not by a tie, in prompt 1 from token 12 on" in text
+    assert "another text, and not by a tie, in embedded/1 from token 12 on" in text
     assert seen.verdict.startswith("do without until this is understood")
     assert "times plain decoding" not in seen.verdict, "a wrong answer forbids the speedup"
     assert json.loads(json.dumps(seen.to_dict()))["greedy"]["speedup"] is None
 
 
 def test_texts_that_part_at_ties_are_fine_and_not_called_the_same(
-    target: Any, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    target: Any, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parting(monkeypatch, target)
     tie = Verdict(Kind.TIE, position=11, logit_gap=0.2, rounding=0.125)
     monkeypatch.setattr(bench, "judge", lambda *_, **__: tie)
-    finding = doctor._text_finding("same text", write_both(attached(target), prompts[:1], new_tokens=12))
+    finding = doctor._text_finding("same text", write_both(attached(target), tasks[:1], once(12)))
     assert finding.level == "ok"
     assert finding.text.startswith("0 of 1 texts are the same; 1 text differs by a tie")
 
 
 def test_sampled_texts_are_compared_under_one_seed(
-    target: Any, prompts: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    target: Any, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter, generate = attached(target), target.generate
     before = torch.get_rng_state()
-    honest = write_both(drafter, prompts[:3], new_tokens=20, temperature=1.0)
-    assert not honest.result.refusal
-    assert honest.result.differences == {}
-    assert honest.result.tokens_per_pass > 1.3
-    greedy = write_both(drafter, prompts[:1], new_tokens=20)
-    assert not torch.equal(honest.texts[0], greedy.texts[0])
-    assert torch.equal(greedy.texts[0][: len(prompts[0])], prompts[0])
+    honest = write_both(drafter, tasks[:3], once(20, temperature=1.0))
+    assert honest.is_exact
+    assert honest.methods[-1].differences == {}
+    assert honest.methods[-1].tokens_per_pass > 1.3
+    greedy = write_both(drafter, tasks[:1], once(20))
+    assert not torch.equal(texts_of(honest)[0], texts_of(greedy)[0])
+    assert torch.equal(texts_of(greedy)[0][: len(tasks[0].ids)], tasks[0].ids)
     assert torch.equal(torch.get_rng_state(), before)
 
     def another_draw(**arguments: Any) -> Tensor:
@@ -303,8 +325,8 @@ def test_sampled_texts_are_compared_under_one_seed(
         return generate(**arguments)
 
     monkeypatch.setattr(target, "generate", another_draw)
-    wrong = write_both(drafter, prompts[:1], new_tokens=20, temperature=1.0)
-    assert wrong.result.refusal, "of the same distribution, but not the text of that seed"
+    wrong = write_both(drafter, tasks[:1], once(20, temperature=1.0))
+    assert wrong.methods[-1].refusal, "of the same distribution, but not the text of that seed"
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -320,11 +342,11 @@ def test_conditions_change_the_prompt_as_they_say() -> None:
     assert CONDITIONS["prompts as they are"](chat) == chat
 
 
-def test_drift_is_shown_under_every_condition(target: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_drift_is_shown_under_every_condition(
+    target: Any, tokenizer: Any, tasks: list[Task], tmp_path: Path
+) -> None:
     def probed(**fields: Any) -> list[DriftCurve]:
-        return drift.probe_drift(
-            Subject(attached(target, **fields), tokenizer, CONVERSATIONS[:1]), new_tokens=12, depth=4
-        )
+        return drift.probe_drift(attached(target, **fields), tokenizer, tasks[:1], new_tokens=12, depth=4)
 
     curves, turned = probed(), probed(norm_output=False)
     assert [curve.condition for curve in curves] == [
@@ -348,6 +370,6 @@ def test_what_counts_as_drift() -> None:
 
 def test_preflight_reads_configurations_alone(target: Any) -> None:
     tokenizer = demo_tokenizer()
-    checks = preflight(Subject(attached(target), tokenizer, ()))
+    checks = preflight(attached(target), tokenizer)
     assert {check.check for check in checks} >= {"shapes", "vocabulary", "length", "chat template", "precision"}
     assert all(check.level == "ok" for check in checks)

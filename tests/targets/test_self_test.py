@@ -11,7 +11,6 @@ import transformers as hf
 
 from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
 from eagle31_hf.measure.doctor import preflight
-from eagle31_hf.measure.readings import Subject
 from eagle31_hf.serving.batch import EngineSettings
 from eagle31_hf.serving.engine import within_what_the_target_can
 from helpers import (
@@ -49,7 +48,7 @@ def test_a_target_that_cannot_verify_drafts_is_decoded_plainly(kind: str) -> Non
     assert "tree self-test" in binding.tree_unsupported_reason
     assert_same_text(target, eagle, torch.tensor(random_prompts(1, seed=3)), loop="plain", **GREEDY)
     assert "tree self-test" in eagle.stats.reason
-    found = {finding.check: finding for finding in preflight(Subject(eagle, demo_tokenizer(), ()))}
+    found = {finding.check: finding for finding in preflight(eagle, demo_tokenizer())}
     assert (found["verification"].level, "plain decoding only" in found["verification"].text) == ("problem", True)
     with pytest.raises(UnsupportedGenerationError, match=r"tree self-test.*use generate"):
         within_what_the_target_can(eagle, EngineSettings())

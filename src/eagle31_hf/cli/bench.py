@@ -11,12 +11,12 @@ from ..errors import ConfigurationError, removal
 from ..measure.bench import has_graphs
 from ..measure.origin import origin
 from ..measure.plots import plot_bench
-from ..measure.results import BenchSettings, Task, all_methods
+from ..measure.results import BenchSettings, all_methods
 from ..measure.tables import bench_parts
 from ..texts.prompts import embedded_prompts, read_prompts
 from .generate import measure_in_turns
 from .options import MORE, NEW_TOKENS, JsonOption, command, make_console, option, writable_plot, write_json
-from .pairs import DraftOptions, PairSource, encode, load_pair
+from .pairs import DraftOptions, PairSource, load_pair
 from .terminal import conditions_line
 
 
@@ -61,8 +61,7 @@ def bench(
         new_tokens=new_tokens, temperature=temperature, rows=rows, repeats=repeats, seed=seed, minutes=minutes or None
     )
     methods = all_methods(by_graphs=has_graphs(loaded.drafter, settings), with_drafter=source.has_drafter)
-    tasks = [Task(prompt, encode(loaded, list(prompt.messages))) for prompt in asked]
-    result = measure_in_turns(console, loaded, tasks, replace(settings, methods=methods))
+    result = measure_in_turns(console, loaded, loaded.tasks(asked), replace(settings, methods=methods))
     made_by = origin(loaded.drafter.binding)
     usual = "the target's own head" if source.target else "the embedded drafter"
     names = {"target": loaded.name, "drafter": source.drafter or usual}

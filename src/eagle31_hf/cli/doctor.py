@@ -10,13 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ..demo import PROMPTS as DEMO_PROMPTS
-from ..drafter.drafter import MtpDrafter
+from ..drafter.drafter import Eagle31Drafter, MtpDrafter
 from ..errors import ConfigurationError
 from ..measure.doctor import PROMPTS, Examination, Finding, examine
 from ..measure.drift import DriftCurve
 from ..measure.origin import origin
 from ..measure.plots import plot_drift
-from ..measure.readings import Subject
 from ..measure.tables import figure_table, heading
 from ..texts.prompts import read_prompts
 from .options import MORE, NEW_TOKENS, JsonOption, command, make_console, option, writable_plot, write_json
@@ -50,25 +49,24 @@ def doctor(
     # The prompts first: a wrong path should not cost loading a model.
     asked = read_prompts([prompts], limit or 20) if prompts else read_prompts(own)[:limit]
     pair = load_pair(source, needs_drafter=True)
-    if isinstance(pair.eagle, MtpDrafter) and (drift or plot is not None):
+    eagle = pair.drafter
+    assert isinstance(eagle, Eagle31Drafter), "refused before anything was loaded"
+    if isinstance(eagle, MtpDrafter) and (drift or plot is not None):
         raise ConfigurationError(
             "got --drift or --plot for a head inside a target, whose attention is not looked at; leave them out"
         )
-    subject = Subject(
-        drafter=pair.eagle,
-        tokenizer=pair.tokenizer,
-        conversations=[list(prompt.messages) for prompt in asked],
-        folder=Path(source.drafter) if source.drafter is not None and Path(source.drafter).is_dir() else None,
-    )
     with progress_bar(console) as on_step:
         seen = examine(
-            subject,
+            eagle,
+            pair.tokenizer,
+            pair.tasks(asked),
+            folder=None if source.drafter is None else Path(source.drafter),
             new_tokens=new_tokens,
             drift=drift or plot is not None,
             minutes=None if thorough else MINUTES,
             on_step=on_step,
         )
-    write_json(json_path, {**origin(pair.eagle.binding), "target": pair.name, **seen.to_dict()})
+    write_json(json_path, {**origin(eagle.binding), "target": pair.name, **seen.to_dict()})
     _show(console, seen)
     if plot is not None and seen.drift:
         plot_drift(seen.drift, plot)

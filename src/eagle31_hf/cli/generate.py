@@ -26,7 +26,7 @@ from ..texts.decoder import IncrementalDecoder, RoundStreamer
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
 from .options import MORE, JsonOption, command, make_console, option, writable_json, write_json, write_svg
-from .pairs import DraftOptions, LoadedPair, PairSource, encode, load_pair
+from .pairs import DraftOptions, LoadedPair, PairSource, load_pair
 from .progress import progress_bar, waiting_for
 
 MOST_STREAMED = 2
@@ -51,7 +51,8 @@ def demo(
     """Watch the embedded pair write, then measure it against plain decoding. Needs no network."""
     # A fixed length: what is coloured does not depend on how fast this machine is.
     pair = load_pair(PairSource(), DraftOptions(draft_tokens=DEMO_DRAFT_TOKENS, schedule="constant"))
-    _show(pair, embedded_prompts(), BenchSettings(), compare=compare, by_graphs=True, svg=svg, json_path=json_path)
+    settings = BenchSettings(pair_methods(by_graphs=True))
+    _show(pair, embedded_prompts(), settings, compare=compare, svg=svg, json_path=json_path)
 
 
 @command
@@ -79,7 +80,8 @@ def generate(
     if seed is not None:
         torch.manual_seed(seed)
     settings = BenchSettings(new_tokens=max_new_tokens, temperature=temperature)
-    compare = compare and source.has_drafter  # the table is about a drafter
+    if compare := compare and source.has_drafter:  # the table is about a drafter
+        settings = replace(settings, methods=pair_methods(by_graphs=has_graphs(pair.drafter, settings)))
     _show(pair, [Prompt("your prompt", "yours", "yours", messages)], settings, compare=compare, json_path=json_path)
 
 
@@ -104,18 +106,17 @@ def _show(
     settings: BenchSettings,
     *,
     compare: bool,
-    by_graphs: bool = False,
     svg: Path | None = None,
     json_path: Path | None,
 ) -> None:
     """The first answers as they are written, then the table; what `demo` and `generate` share.
 
     Args:
-        by_graphs: compare by graphs as well, which is done anyway where there are some.
+        settings: how to write, and the methods to compare.
         svg: where to draw the answers.
     """
     console = make_console()
-    tasks = [Task(prompt, encode(pair, list(prompt.messages))) for prompt in prompts]
+    tasks = pair.tasks(prompts)
     record: dict[str, Any] = {**origin(pair.drafter.binding), "target": pair.name}
     if pair.plan is not None:
         record["plan"] = pair.plan.to_dict()
@@ -128,7 +129,7 @@ def _show(
     assert pair.drafter.stats is not None, "an answer has been written"
     record["stats"] = pair.drafter.stats.to_dict()
     if compare:
-        record |= _measure(console, pair, tasks, settings, by_graphs=by_graphs)
+        record |= _measure(console, pair, tasks, settings, record)
     else:
         console.print(str(pair.drafter.stats), style="dim", markup=False)
     write_json(json_path, record)
@@ -184,14 +185,12 @@ def _compile_graphs(pair: LoadedPair, tasks: Sequence[Task], settings: BenchSett
 
 
 def _measure(
-    console: Console, pair: LoadedPair, tasks: Sequence[Task], settings: BenchSettings, *, by_graphs: bool
+    console: Console, pair: LoadedPair, tasks: Sequence[Task], settings: BenchSettings, made_by: dict[str, Any]
 ) -> dict[str, Any]:
     settings = replace(settings, new_tokens=max(settings.new_tokens, FEWEST_NEW_TOKENS), repeats=REPEATS)
-    by_graphs = by_graphs or has_graphs(pair.drafter, settings)
-    settings = replace(settings, methods=pair_methods(by_graphs=by_graphs))
     console.print()
     result = measure_in_turns(console, pair, tasks, settings)
-    console.print(terminal.conditions_line(result, origin(pair.eagle.binding)))
+    console.print(terminal.conditions_line(result, made_by))
     console.print(speed_table(result.methods))
     for line in bench_notes(result):
         console.print(line)

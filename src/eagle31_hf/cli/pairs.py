@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from jinja2.exceptions import TemplateError
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_peft_available
 
 from ..checkpoints import require_head, target_holds_head
 from ..checkpoints.hub import missing_folder
-from ..demo import Messages, drafter_path, target_path
+from ..demo import drafter_path, target_path
 from ..drafter.assistant import Assistant, NoDrafter
 from ..drafter.drafter import Eagle31Drafter, MtpDrafter
 from ..drafter.loading import dtype_here, load_target, packing_config
 from ..drafter.packed_linear import bitsandbytes
 from ..errors import CheckpointNotFoundError, ConfigurationError, first_line, removal
 from ..generate.hooks import install
+from ..measure.results import Task
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import Card, best_kind, measure_card, one_card
 from ..memory.drafter_facts import OWN_HEAD
 from ..targets.devices import SHORT_NAMES
 from ..texts.chats import encode_chat
+from ..texts.prompts import Prompt
 from .options import DRAFTS, LOADING, argument, make_console, option, token_count
 from .plan import print_decision
 from .progress import waiting_for
@@ -53,11 +55,10 @@ class LoadedPair:
         """The target's name, and whose head drafts if it is its own."""
         return f"{self.name}, drafting by its own MTP head" if isinstance(self.drafter, MtpDrafter) else self.name
 
-    @property
-    def eagle(self) -> Eagle31Drafter:
-        """The drafter, for commands that are about one: `load_pair` refuses them a pair without it."""
-        assert isinstance(self.drafter, Eagle31Drafter), "refused before anything was loaded"
-        return self.drafter
+    def tasks(self, prompts: Sequence[Prompt]) -> list[Task]:
+        """Prompts with their ids on the target's device, by the chat template if there is one."""
+        device = self.drafter.binding.input_device
+        return [Task(each, torch.tensor(encode_chat(self.tokenizer, each.messages), device=device)) for each in prompts]
 
 
 @dataclass
@@ -288,11 +289,6 @@ def _planned_weights(source: PairSource) -> str | None:
         return source.torch_dtype
     dtype = dtype_here(source.target_name, dtype=source.torch_dtype, device_map=_placement(source))
     return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def encode(pair: LoadedPair, conversation: Messages) -> Tensor:
-    """Ids `(T,)` on the target's device, by the chat template if there is one."""
-    return torch.tensor(encode_chat(pair.tokenizer, conversation), device=pair.drafter.binding.input_device)
 
 
 def _placement(source: PairSource) -> Any:

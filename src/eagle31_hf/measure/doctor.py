@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from ..config import Eagle31Config, MtpConfig
 from ..drafter.drafter import Eagle31Drafter
@@ -20,21 +20,19 @@ from ..targets.binding import TargetBinding
 from ..targets.devices import precision_caution
 from ..targets.fresh_drafter import trained_context
 from ..targets.quantized import holds_packed_weights
-from ..texts.prompts import Prompt
 from .bench import Bench, has_graphs
 from .drift import DriftCurve, probe_drift
 from .readings import (
     OnStep,
     ReadingScore,
     Replay,
-    Subject,
     form_of,
     layers_to_keep,
     other_readings,
     replay,
     score_readings,
 )
-from .results import PLAIN, BenchSettings, Method, MethodResult, Spread, Task, Writer
+from .results import PLAIN, BenchResult, BenchSettings, Method, MethodResult, Spread, Task, Writer
 from .tables import difference_lines
 
 DEPTH = 5
@@ -67,24 +65,12 @@ class Finding:
     advice: str = ""
 
 
-@dataclass(frozen=True)
-class Written:
-    """Prompts answered by plain `generate`, by our loop without drafts and with the drafter, in turns.
-
-    `result` is the drafter's; `by_drafts` is its speed over the same loop without drafts, `None` where texts differ.
-    """
-
-    result: MethodResult
-    by_drafts: Spread | None
-    texts: list[Tensor]  # `(T,)` prompts with what plain `generate` wrote
-
-
 @dataclass
 class Examination:
-    """Everything that was seen: `greedy` and `sampled` texts with and without the drafter, `readings` best first."""
+    """Everything that was seen: `greedy` and `sampled` texts as of `write_both`, `readings` best first."""
 
-    greedy: Written
-    sampled: Written
+    greedy: BenchResult
+    sampled: BenchResult
     findings: list[Finding] = field(default_factory=list)
     readings: list[ReadingScore] = field(default_factory=list)
     drift: list[DriftCurve] = field(default_factory=list)
@@ -96,16 +82,16 @@ class Examination:
     @property
     def verdict(self) -> str:
         """Use it, train one, or do without; a head inside a target is not trained here."""
-        result, by_drafts = self.greedy.result, self.greedy.by_drafts
+        result, by_drafts = _drafted(self.greedy), _over_no_drafts(self.greedy)
         length, speedup = result.tokens_per_pass or 0.0, result.speedup
-        if speedup is None or self.sampled.result.refusal:
+        if speedup is None or _drafted(self.sampled).refusal:
             return f"do without until this is understood: the text is not the target's own ({length:.2f} tokens a pass)"
         figures = f"{length:.2f} tokens a pass, {speedup.median:.2f} times plain generate on this machine"
         if by_drafts is not None:
             figures += f", {by_drafts.median:.2f} times our loop without drafts"
         if any(finding.check == "layers and norms" for finding in self.problems):
             return f"mend its configuration first, see above ({figures})"
-        if (texts := len(self.greedy.texts)) < FEWEST_JUDGED:
+        if (texts := self.greedy.turns) < FEWEST_JUDGED:
             lacks_time = any(finding.check == "time" for finding in self.findings)
             more = "more time (--thorough)" if lacks_time else "more prompts"
             return f"too few texts to tell ({texts}): at least {FEWEST_JUDGED} are needed, give {more}"
@@ -117,20 +103,24 @@ class Examination:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
+        by_drafts = _over_no_drafts(self.greedy)
         return {
             "verdict": self.verdict,
             "findings": [asdict(finding) for finding in self.findings],
-            "greedy": self.greedy.result.to_dict(),
-            "sampled": self.sampled.result.to_dict(),
-            "over_no_drafts": self.greedy.by_drafts and asdict(self.greedy.by_drafts),
+            "greedy": _drafted(self.greedy).to_dict(),
+            "sampled": _drafted(self.sampled).to_dict(),
+            "over_no_drafts": by_drafts and asdict(by_drafts),
             "readings": [asdict(score) for score in self.readings],
             "drift": [asdict(curve) | {"drifts": curve.drifts} for curve in self.drift],
         }
 
 
 def examine(
-    subject: Subject,
+    drafter: Eagle31Drafter,
+    tokenizer: Any,
+    tasks: Sequence[Task],
     *,
+    folder: Path | None = None,
     new_tokens: int = 48,
     drift: bool = False,
     minutes: float | None = None,
@@ -139,98 +129,96 @@ def examine(
     """Look at everything that there is time for.
 
     Args:
+        drafter: attached.
+        tokenizer: its target's.
+        tasks: what to write.
+        folder: where the drafter's files lie, perhaps with its training report.
         new_tokens: written after each prompt.
         drift: also probe for attention drift, however long it takes.
         minutes: about how long it may take; at least one text is written each way. `None`: all are written.
         on_step: shows what is done.
     """
-    findings = preflight(subject)
-    prompts = list(map(subject.encode, subject.conversations))
+    findings = preflight(drafter, tokenizer)
 
-    def write(what: str, share: float, temperature: float = 0.0) -> Written:
-        on_step(what, 0, len(prompts))
-        return write_both(
-            subject.drafter,
-            prompts,
-            new_tokens=new_tokens,
-            temperature=temperature,
-            minutes=None if minutes is None else minutes * share,
-            on_turn=lambda done, of: on_step(what, done, of),
-        )
+    def write(what: str, share: float, temperature: float = 0.0) -> BenchResult:
+        on_step(what, 0, len(tasks))
+        time = None if minutes is None else minutes * share
+        settings = BenchSettings(new_tokens=new_tokens, temperature=temperature, repeats=1, minutes=time)
+        return write_both(drafter, tasks, settings, on_turn=partial(on_step, what))
 
     greedy = write("greedy texts", 0.5)
     sampled = write("sampled texts", 0.25, temperature=1.0)
     findings += [_text_finding("same text, greedy", greedy), _text_finding("same text, sampled", sampled)]
-    findings.append(_acceptance_finding(greedy, promised_acceptance(subject.folder)))
-    if min(len(greedy.texts), len(sampled.texts)) < len(prompts):
-        written = f"{len(greedy.texts)} greedy and {len(sampled.texts)} sampled texts of {len(prompts)} each"
+    findings.append(_acceptance_finding(greedy, promised_acceptance(folder)))
+    if min(greedy.turns, sampled.turns) < len(tasks):
+        written = f"{greedy.turns} greedy and {sampled.turns} sampled texts of {len(tasks)} each"
         findings.append(Finding("time", "note", f"{written} in {minutes:g} minutes", "--thorough writes all"))
     seen = Examination(greedy, sampled, findings)
-    both = [pair for each in (greedy, sampled) for pair in zip(each.texts, prompts, strict=False)]
-    if texts := _read_texts(subject.drafter, both):
-        seen.readings, found = reading_findings(subject.drafter, texts, on_step)
+    if texts := _read_texts(drafter, [greedy, sampled]):
+        seen.readings, found = reading_findings(drafter, texts, on_step)
         findings += found
     if drift:
-        seen.drift = probe_drift(subject, new_tokens=new_tokens, on_step=on_step)
+        seen.drift = probe_drift(drafter, tokenizer, tasks, new_tokens=new_tokens, on_step=on_step)
         findings.append(drift_finding(seen.drift))
     return seen
 
 
 def write_both(
     drafter: Eagle31Drafter,
-    prompts: Sequence[Tensor],
+    tasks: Sequence[Task],
+    settings: BenchSettings,
     *,
-    new_tokens: int,
-    temperature: float = 0.0,
-    minutes: float | None = None,
     on_turn: Callable[[int, int], None] = lambda done, of: None,
-) -> Written:
-    """Answer prompts `(T,)` with and without the drafter, by one seed where it is sampled.
+) -> BenchResult:
+    """Let plain `generate`, our loop without drafts and the drafter write in turns: the result's three methods.
 
     Args:
-        temperature: 0 is greedy.
-        minutes: no further prompt is begun after so long.
-        on_turn: called with how many prompts are answered, and of how many.
+        settings: how, methods aside.
+        on_turn: called with how many tasks are done, and of how many.
     """
-    tasks = [Task(Prompt(f"prompt {number}", "doctor", "doctor", ()), ids) for number, ids in enumerate(prompts, 1)]
-    settings = BenchSettings(new_tokens=new_tokens, temperature=temperature, repeats=1, minutes=minutes)
     # Graphs of the loop without drafts may be kept where the drafter has none: that would compare graphs, not drafts.
     by_graphs = None if has_graphs(drafter, settings) else False
-    drafting = Method(Writer.DRAFTER, by_graphs=None)
-    settings = replace(settings, methods=(PLAIN, Method(Writer.NO_DRAFTS, by_graphs), drafting))
-    plain, no_drafts, result = Bench(drafter, tasks, settings, on_turn=on_turn).run().methods
-    by_drafts = None if no_drafts.refusal else replace(result, plain=no_drafts.calls).speedup
-    answers = [torch.tensor(call.answers[0]) for call in plain.calls]
-    return Written(
-        result, by_drafts, [torch.cat((ids.cpu(), answer)) for ids, answer in zip(prompts, answers, strict=False)]
-    )
+    methods = PLAIN, Method(Writer.NO_DRAFTS, by_graphs), Method(Writer.DRAFTER, by_graphs=None)
+    return Bench(drafter, tasks, replace(settings, methods=methods), on_turn=on_turn).run()
 
 
-def _read_texts(drafter: Eagle31Drafter, texts: Sequence[tuple[Tensor, Tensor]]) -> list[TargetText]:
-    """Those that are long enough, with the hidden states that any reading wants. Each comes with its prompt."""
+def _drafted(written: BenchResult) -> MethodResult:
+    """The drafter's texts."""
+    return written.methods[-1]
+
+
+def _over_no_drafts(written: BenchResult) -> Spread | None:
+    """The drafter's speed over that of the same loop without drafts; `None` where texts differ."""
+    _, no_drafts, drafted = written.methods
+    return None if no_drafts.refusal else replace(drafted, plain=no_drafts.calls).speedup
+
+
+def _read_texts(drafter: Eagle31Drafter, written: Sequence[BenchResult]) -> list[TargetText]:
+    """Plain `generate`'s texts that are long enough, with the hidden states that any reading wants."""
     config, depth = drafter.config, len(drafter.binding.layers)
     keep = sorted(layers_to_keep(config, other_readings(config, depth), depth))
-    read = [read_text(drafter.binding, ids, len(prompt), keep) for ids, prompt in texts]
+    calls = [call for each in written for call in each.methods[0].calls]
+    read = [read_text(drafter.binding, call.texts[0], len(call.turn.tasks[0].ids), keep) for call in calls]
     return [text for text in read if len(text.starts(DEPTH))]
 
 
 # --- before anything runs ---------------------------------------------------------------------------------------------
 
 
-def preflight(subject: Subject) -> list[Finding]:
+def preflight(drafter: Eagle31Drafter, tokenizer: Any) -> list[Finding]:
     """What can be told from configurations alone."""
-    config, binding = subject.drafter.config, subject.drafter.binding
+    config, binding = drafter.config, drafter.binding
     layers = ", ".join(map(str, binding.aux_layers))
-    tokens, trained = len(subject.tokenizer), config.max_position_embeddings
+    tokens, trained = len(tokenizer), config.max_position_embeddings
     wanted = trained_context(binding.text_config) or trained
     embedding = "its own" if config.own_embedding else "the target's"
     head = "its own" if config.own_lm_head else "rows of the target's"
-    has_template = bool(getattr(subject.tokenizer, "chat_template", None))
+    has_template = bool(getattr(tokenizer, "chat_template", None))
     return [
         Finding(
             "shapes",
             "ok",
-            f"{form_of(subject.drafter)}, {count(config.num_hidden_layers, 'layer')} of width {config.hidden_size}, "
+            f"{form_of(drafter)}, {count(config.num_hidden_layers, 'layer')} of width {config.hidden_size}, "
             f"reads hidden states {layers} of {len(binding.layers)} layers of width {config.target_hidden_size}",
         ),
         _noted(
@@ -279,8 +267,8 @@ def _verification(binding: TargetBinding) -> Finding:
 # --- from what was written --------------------------------------------------------------------------------------------
 
 
-def _text_finding(check: str, written: Written) -> Finding:
-    result, texts = written.result, len(written.texts)
+def _text_finding(check: str, written: BenchResult) -> Finding:
+    result, texts = _drafted(written), written.turns
     if result.refusal:
         advice = "please report it with the JSON of this run; until then set speculation_loop='plain'"
         return Finding(check, "problem", "; ".join(difference_lines(result)), advice)
@@ -300,13 +288,13 @@ def promised_acceptance(folder: Path | None) -> list[float]:
         return []
 
 
-def _acceptance_finding(greedy: Written, promised: Sequence[float]) -> Finding:
-    length = greedy.result.tokens_per_pass or 0.0
-    text = f"{length:.2f} tokens a pass over {count(len(greedy.texts), 'prompt')}"
+def _acceptance_finding(greedy: BenchResult, promised: Sequence[float]) -> Finding:
+    length = _drafted(greedy).tokens_per_pass or 0.0
+    text = f"{length:.2f} tokens a pass over {count(greedy.turns, 'prompt')}"
     if promised:
         least, most = (f"{each(promised):.2f}" for each in (min, max))
         text += f"; its training report says {least}" + (f" to {most}, depending on the prompt" if most > least else "")
-    if len(greedy.texts) < FEWEST_JUDGED:
+    if greedy.turns < FEWEST_JUDGED:
         return Finding("acceptance", "note", f"{text}; too few texts to judge by")
     if not promised:
         return Finding("acceptance", "ok" if length >= USELESS_LENGTH else "note", text)

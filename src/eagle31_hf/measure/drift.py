@@ -18,8 +18,11 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from ..cache.grouped_attention import WatchedCache
 from ..demo import Messages
+from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import read_text
-from .readings import OnStep, Replay, Subject, replay
+from ..texts.chats import encode_chat
+from .readings import OnStep, Replay, replay
+from .results import Task
 
 SINK_TOKENS = 4
 """First tokens of a prompt counted as its sink (StreamingLLM, arXiv 2309.17453, keeps four)."""
@@ -77,13 +80,18 @@ CONDITIONS: dict[str, Callable[[Messages], Messages | str]] = {
 
 
 def probe_drift(
-    subject: Subject, *, new_tokens: int, depth: int = DEPTH, on_step: OnStep = lambda what, done, of: None
+    drafter: Eagle31Drafter,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    *,
+    new_tokens: int,
+    depth: int = DEPTH,
+    on_step: OnStep = lambda what, done, of: None,
 ) -> list[DriftCurve]:
     """Curves of the drafter under every condition."""
-    drafter, curves = subject.drafter, []
-    binding, device = drafter.binding, drafter.fc.weight.device
+    binding, device, curves = drafter.binding, drafter.fc.weight.device, []
     generate: Any = binding.model.generate
-    for condition, prompts in _prompts_by_condition(subject).items():
+    for condition, prompts in _prompts_by_condition(tokenizer, tasks).items():
         replays, shares = [], []
         for number, prompt in enumerate(prompts):
             on_step(f"drift, {condition}", number, len(prompts))
@@ -99,13 +107,19 @@ def probe_drift(
     return curves
 
 
-def _prompts_by_condition(subject: Subject) -> dict[str, list[Tensor]]:
+def _prompts_by_condition(tokenizer: Any, tasks: Sequence[Task]) -> dict[str, list[Tensor]]:
     """The conversations as ids `(T,)`, under each condition that changes any of them."""
-    changed = {name: [change(each) for each in subject.conversations] for name, change in CONDITIONS.items()}
+    chats = [list(task.prompt.messages) for task in tasks]
+    changed = {name: [change(chat) for chat in chats] for name, change in CONDITIONS.items()}
+
+    def encode(prompt: Messages | str) -> Tensor:
+        ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else encode_chat(tokenizer, prompt)
+        return torch.tensor(ids, device=tasks[0].ids.device)
+
     return {
-        name: list(map(subject.encode, conversations))
-        for name, conversations in changed.items()
-        if name == "prompts as they are" or conversations != changed["prompts as they are"]
+        name: list(map(encode, prompts))
+        for name, prompts in changed.items()
+        if name == "prompts as they are" or prompts != chats
     }
 
 

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,33 +19,13 @@ from torch import Tensor
 from transformers import Cache
 
 from ..config import Eagle31Config, MtpConfig
-from ..demo import Messages
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, drafts_along, rows_of_ids
-from ..texts.chats import encode_chat
 
 OnStep = Callable[[str, int, int], None]
 """Called between measurements with what is measured, how many of it are done, and of how many."""
 STANDARD_ERRORS = 3.0
 """A reading is named if its gain is this many standard errors from none."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """An attached drafter, its target's tokenizer, and chats to examine them with.
-
-    `folder` is where the drafter's files lie, perhaps with its training report; `None` if that is no folder.
-    """
-
-    drafter: Eagle31Drafter
-    tokenizer: Any
-    conversations: Sequence[Messages]
-    folder: Path | None = None
-
-    def encode(self, prompt: Messages | str) -> Tensor:
-        """Ids `(T,)` of a chat, or of a text as it stands, on the target's device."""
-        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else encode_chat(self.tokenizer, prompt)
-        return torch.tensor(ids, device=self.drafter.binding.input_device)
 
 
 def form_of(drafter: Eagle31Drafter) -> str:
@@ -61,21 +40,14 @@ class Replay:
     """What a drafter would draft from `S` starts of a text that is known, `K` tokens deep.
 
     Attributes:
-        drafted: `(S, K)` draft-vocabulary rows the drafter thought likeliest.
         right: `(S, K)` bool; the draft is what the target wrote, and so are all drafts before it.
         log_probs: `(S, K)` log-probability the drafter gave to what the target wrote; NaN where that cannot be drafted.
         feedback_norm: `(S, K)` length of the hidden state that is fed back after each depth.
     """
 
-    drafted: Tensor
     right: Tensor
     log_probs: Tensor
     feedback_norm: Tensor
-
-    @property
-    def accepted(self) -> Tensor:
-        """`(S,)` drafts accepted from each start."""
-        return self.right.sum(1)
 
 
 @torch.no_grad()
@@ -87,18 +59,17 @@ def replay(drafter: Eagle31Drafter, text: TargetText, *, depth: int, cache: Cach
     """
     starts = text.starts(depth).to(drafter.fc.weight.device)
     row_of = rows_of_ids(drafter)
-    drafted, right, log_probs, norms = [], [], [], []
+    right, log_probs, norms = [], [], []
     still_right = torch.ones_like(starts, dtype=torch.bool)
     for draft in drafts_along(drafter, text, starts, depth, cache):
         wanted = row_of[draft.truth]
         scores = draft.logits.float().log_softmax(-1)  # (S, Vd)
-        drafted.append(scores.argmax(-1))
-        still_right = still_right & (drafted[-1] == wanted)
+        still_right = still_right & (scores.argmax(-1) == wanted)
         right.append(still_right)
         given = scores.gather(1, wanted.clamp(min=0)[:, None]).squeeze(1)
         log_probs.append(torch.where(wanted >= 0, given, torch.nan))
         norms.append(draft.feedback.float().norm(dim=-1))
-    return Replay(*(torch.stack(parts, 1).cpu() for parts in (drafted, right, log_probs, norms)))
+    return Replay(*(torch.stack(parts, 1).cpu() for parts in (right, log_probs, norms)))
 
 
 @dataclass(frozen=True)
@@ -219,7 +190,7 @@ def mean_over_tokens(texts: Sequence[Tensor]) -> tuple[float, float]:
 
 
 def _acceptance_length(replays: Sequence[Replay]) -> float:
-    return float(torch.cat([one.accepted for one in replays]).double().mean()) + 1
+    return float(torch.cat([one.right for one in replays]).sum(1).double().mean()) + 1
 
 
 def read_as(drafter: Eagle31Drafter, fields: Mapping[str, Any]) -> Eagle31Drafter:

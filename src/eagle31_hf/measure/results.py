@@ -14,6 +14,7 @@ from functools import cached_property
 from statistics import median, quantiles
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import count
@@ -163,6 +164,14 @@ class Call:
     def prompts(self) -> list[str]:
         """Ids of the rows' prompts."""
         return [task.prompt.id for task in self.turn.tasks]
+
+    @property
+    def texts(self) -> list[Tensor]:
+        """Each row's prompt and answer, `(T,)`."""
+        return [
+            torch.cat((task.ids.cpu(), torch.tensor(answer)))
+            for task, answer in zip(self.turn.tasks, self.answers, strict=True)
+        ]
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
