@@ -15,7 +15,7 @@ from ..measure.results import BenchSettings, all_methods
 from ..measure.tables import bench_parts
 from ..texts.prompts import embedded_prompts, read_prompts
 from .generate import measure_in_turns
-from .options import MORE, NEW_TOKENS, JsonOption, command, make_console, option, writable_plot, write_json
+from .options import JSON, MORE, NEW_TOKENS, command, make_console, option, writable_plot, write_json
 from .pairs import DraftOptions, PairSource, load_pair
 from .terminal import conditions_line
 
@@ -46,7 +46,7 @@ def bench(
     plot: Path | None = option(
         None, "Draw speed by kind and acceptance by position here.", dir_okay=False, callback=writable_plot
     ),
-    json_path: JsonOption = None,
+    json_path: Path | None = JSON,
 ) -> None:
     """Measure what a pair is worth here: plain generate, our loop, lookups and the drafter in turns."""
     is_there = source.target is not None and Path(source.target).exists()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
@@ -22,16 +21,15 @@ from ..checkpoints.hub import target_class
 from ..checkpoints.layouts import parts_to_copy, written_layout
 from ..config import MtpConfig
 from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError, config_problem
-from .options import command, make_console, option
+from .options import argument, command, make_console, option
 
 UNKNOWN_TARGET = "TARGET"
 
 
 @command
 def convert(
-    *,
-    source: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter.", show_default=False)],
-    destination: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False, show_default=False)],
+    source: str = argument("Folder or Hub id of a drafter."),
+    destination: Path = argument("Folder to write.", file_okay=False),
     format: str | None = option(
         None, f"Layout to write: {', '.join(WRITTEN_FORMATS)}; default: mla for latent attention, else plain."
     ),

@@ -18,7 +18,7 @@ from ..measure.origin import origin
 from ..measure.plots import plot_drift
 from ..measure.tables import figure_table, heading
 from ..texts.prompts import read_prompts
-from .options import MORE, NEW_TOKENS, JsonOption, command, make_console, option, writable_plot, write_json
+from .options import JSON, MORE, NEW_TOKENS, command, make_console, option, writable_plot, write_json
 from .pairs import PairSource, load_pair
 from .progress import progress_bar
 
@@ -40,7 +40,7 @@ def doctor(
     plot: Path | None = option(
         None, "Write the drift plot to this PNG or SVG.", dir_okay=False, callback=writable_plot
     ),
-    json_path: JsonOption = None,
+    json_path: Path | None = JSON,
 ) -> None:
     """Examine a pair: does it fit, is the text exact, how much is accepted, is it set up right?"""
     console = make_console()

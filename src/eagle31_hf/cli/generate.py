@@ -8,10 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -25,7 +24,7 @@ from ..measure.tables import bench_notes, speed_table
 from ..texts.decoder import IncrementalDecoder, RoundStreamer
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
-from .options import MORE, JsonOption, command, make_console, option, writable_json, write_json, write_svg
+from .options import JSON, MORE, command, make_console, option, writable_json, write_json, write_svg
 from .pairs import DraftOptions, LoadedPair, PairSource, load_pair
 from .progress import progress_bar, waiting_for
 
@@ -35,18 +34,20 @@ DEMO_DRAFT_TOKENS = 7
 
 REPEATS = 3
 
-CompareOption = Annotated[
-    bool, typer.Option(help="Also measure plain generate against EAGLE, by graphs too if those are asked for or kept.")
-]
+COMPARE = option(
+    True,
+    "Also measure plain generate against EAGLE, by graphs too if those are asked for or kept.",
+    "--compare/--no-compare",
+)
 
 
 @command
 def demo(
-    compare: CompareOption = True,
+    compare: bool = COMPARE,
     svg: Path | None = option(
         None, "Also draw the coloured answers into this SVG file.", dir_okay=False, callback=writable_json
     ),
-    json_path: JsonOption = None,
+    json_path: Path | None = JSON,
 ) -> None:
     """Watch the embedded pair write, then measure it against plain decoding. Needs no network."""
     # A fixed length: what is coloured does not depend on how fast this machine is.
@@ -70,8 +71,8 @@ def generate(
     seed: int | None = option(
         None, "Of the random numbers; the same seed writes the same text, in half precision up to rounding.", panel=MORE
     ),
-    compare: CompareOption = True,
-    json_path: JsonOption = None,
+    compare: bool = COMPARE,
+    json_path: Path | None = JSON,
 ) -> None:
     """Answer a prompt with any pair, accepted drafts coloured, and measure plain generate against EAGLE."""
     question = {"role": "user", "content": _read_prompt(prompt, prompt_file)}

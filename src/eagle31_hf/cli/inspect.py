@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from pathlib import Path
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
 from ..checkpoints import CheckpointSummary, inspect_checkpoint
 from ..config import Eagle31Config, MtpConfig
 from ..errors import count
-from .options import JsonOption, command, make_console, option, write_json
+from .options import JSON, argument, command, make_console, option, write_json
 
 
 @command
 def inspect(
-    path_or_id: Annotated[
-        str, typer.Argument(help="Folder or Hub id of a drafter, or of a target with an MTP head.", show_default=False)
-    ],
+    path_or_id: str = argument("Folder or Hub id of a drafter, or of a target with an MTP head."),
     revision: str | None = option(None, "Branch, tag or commit of a Hub id."),
-    json_path: JsonOption = None,
+    json_path: Path | None = JSON,
 ) -> None:
     """Tell what a drafter checkpoint is, from its headers alone."""
     summary = inspect_checkpoint(path_or_id, revision=revision)

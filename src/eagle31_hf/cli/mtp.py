@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import typer
 from transformers import AutoTokenizer
 
 from ..checkpoints import read_checkpoint, require_head, require_no_checkpoint, write_checkpoint
@@ -16,13 +15,12 @@ from ..drafter.draft_rows import with_draft_rows, with_rows
 from ..errors import ConfigurationError, count
 from ..texts.conversations import read_conversations
 from ..training.data import build_vocabulary, count_supervised, coverage, render_documents
-from .options import command, make_console, option
+from .options import argument, command, make_console, option
 
 
 @command
 def mtp(
-    *,
-    base: Annotated[str, typer.Argument(help="Folder or Hub id of a target that holds a head.", show_default=False)],
+    base: str = argument("Folder or Hub id of a target that holds a head."),
     out: Path | None = option(None, "Folder to write the head to, alone, as a drafter in bfloat16.", file_okay=False),
     into: Path | None = option(
         None, "Folder of a fine-tune of BASE to put the head back into.", file_okay=False, exists=True

@@ -61,21 +61,6 @@ def writable_plot(path: Path | None) -> Path | None:
     return writable_json(path)
 
 
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        dir_okay=False,
-        callback=writable_json,
-        help="Also write the figures to this file.",
-        rich_help_panel=MORE,
-    ),
-]
-TracebackOption = Annotated[
-    bool, typer.Option("--traceback", help="Show the whole traceback of an error.", rich_help_panel=MORE)
-]
-
-
 def token_count(text: str) -> int:
     """`"32768"`, `"32,768"` and `"32k"` are one number of tokens."""
     found = re.fullmatch(r"([\d,_]+)(k?)", text.strip().lower())
@@ -101,13 +86,19 @@ def option(default: Any, help: str, *flags: str, panel: str | None = None, **mor
     return field(default=default, metadata=metadata)
 
 
-def argument(default: Any, help: str) -> Any:
-    """A field of a dataclass that is given without a name."""
-    return field(default=default, metadata={"argument": {"help": help, "show_default": False}})
+def argument(help: str, default: Any = MISSING, **more: Any) -> Any:
+    """As `option`, of what is given without a name."""
+    return field(default=default, metadata={"argument": {"help": help, "show_default": False, **more}})
+
+
+JSON = option(
+    None, "Also write the figures to this file.", "--json", dir_okay=False, callback=writable_json, panel=MORE
+)
+TRACEBACK = option(False, "Show the whole traceback of an error.", "--traceback", panel=MORE)
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """A command: its parameters by `option` are options, and the fields of its dataclasses, in the dataclass's place.
+    """A command: its parameters are made by `option` and `argument`, or dataclasses whose fields are.
 
     Errors of our tree become one red line on stderr and exit code 1; `--traceback` lets them through.
     """
@@ -131,12 +122,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         if name in groups:
             kinds = get_type_hints(groups[name], include_extras=True)
             parameters += [_parameter(each.name, each, kinds[each.name]) for each in fields(groups[name])]
-        elif isinstance(parameter.default, Field):
-            parameters.append(_parameter(name, parameter.default, hints[name]))
         else:
-            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters.append(inspect.Parameter("traceback", keyword, default=False, annotation=TracebackOption))
+            parameters.append(_parameter(name, parameter.default, hints[name]))
+    parameters.append(_parameter("traceback", TRACEBACK, bool))
     expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return expanded

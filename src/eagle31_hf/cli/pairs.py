@@ -65,7 +65,7 @@ class LoadedPair:
 class PairSource:
     """What to load and how; the options of every command that loads a pair."""
 
-    pair: list[str] | None = argument(None, "TARGET DRAFTER, instead of --target and --drafter.")
+    pair: list[str] | None = argument("TARGET DRAFTER, instead of --target and --drafter.", None)
     target: str | None = option(None, "Folder or Hub id; default: the embedded one.")
     drafter: str | None = option(
         None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,7 +15,7 @@ from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import one_card
 from ..memory.known_targets import find_known_target
 from ..memory.plan import LEDGER_COLUMNS, decision_rows, ledger_rows, part_rows
-from .options import JsonOption, command, make_console, option, token_count, writable_plot, write_json
+from .options import JSON, argument, command, make_console, option, token_count, writable_plot, write_json
 from .progress import waiting_for
 
 
@@ -67,16 +66,13 @@ class PlanOptions:
 @command
 def plan(
     *,
-    target: Annotated[
-        str,
-        typer.Argument(help="Hub id or folder of a target, or e.g. 'Llama 3.1 8B'.", show_default=False),
-    ],
     options: PlanOptions,
+    target: str = argument("Hub id or folder of a target, or e.g. 'Llama 3.1 8B'."),
     formulas: bool = option(False, "Show every term, when it is alive, and how it is computed.", "--formulas"),
     plot: Path | None = option(
         None, "Draw what fills the card to this picture.", dir_okay=False, callback=writable_plot
     ),
-    json_path: JsonOption = None,
+    json_path: Path | None = JSON,
 ) -> None:
     """Plan a run's memory from configurations alone. Exit code 1 if it does not fit."""
     is_here = Path(target).exists() or find_known_target(target) is not None

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.markdown import Markdown
 from rich.table import Table
 
 from ..checkpoints.card import prepare_upload, upload
-from .options import JsonOption, command, make_console, option, write_json
+from .options import JSON, argument, command, make_console, option, write_json
 
 
 @command
 def push(
-    *,
-    folder: Annotated[Path, typer.Argument(help="Folder of the drafter.", exists=True, file_okay=False)],
-    repository: Annotated[str, typer.Argument(help="Hub id, owner/name; made if it does not exist.")],
+    folder: Path = argument("Folder of the drafter.", exists=True, file_okay=False),
+    repository: str = argument("Hub id, owner/name; made if it does not exist."),
     really: bool = option(False, "Upload; without it nothing leaves this machine.", "--upload"),
     license: str | None = option(None, "Licence of the drafter, e.g. apache-2.0, for its card."),
     private: bool | None = option(None, "Of a repository made now.", "--private/--public"),
     revision: str | None = option(None, "Branch; default: main."),
     create_pr: bool = option(False, "Propose the files instead of committing them."),
-    json_path: JsonOption = None,
+    json_path: Path | None = JSON,
 ) -> None:
     """Publish a drafter with its card and records; shows what would be uploaded unless told to upload."""
     prepared = prepare_upload(folder, repository, license=license)

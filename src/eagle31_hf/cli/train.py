@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..training.settings import TrainingSettings
-from .options import JsonOption, command, make_console, write_json
+from .options import JSON, command, make_console, write_json
 from .progress import waiting_for
 
 
 @command
-def train(*, settings: TrainingSettings, json_path: JsonOption = None) -> None:
+def train(*, settings: TrainingSettings, json_path: Path | None = JSON) -> None:
     """Make a drafter for a target: the target writes, the drafter learns and is measured. Prints its plan first."""
     # Here and not above: Trainer takes longer to import than every other command takes to start.
     with waiting_for("loading the trainer"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from time import perf_counter
 
 from ..errors import count
@@ -9,7 +10,7 @@ from ..generate.warm_up import warm_up
 from ..graphs.steps import GraphKey
 from ..measure.origin import origin
 from ..sampling.logits_processing import sampling_options
-from .options import JsonOption, command, make_console, option, write_json
+from .options import JSON, command, make_console, option, write_json
 from .pairs import PairSource, load_pair
 from .progress import waiting_for
 
@@ -19,7 +20,7 @@ def warmup(
     source: PairSource,
     tokens: int = option(512, "Longest text to compile for, prompt and answer.", min=1),
     temperature: float = option(0.0, "Of later answers; 0 is greedy.", min=0.0, max=5.0),
-    json_path: JsonOption = None,
+    json_path: Path | None = JSON,
 ) -> None:
     """Compile a pair's graphs for this machine, and keep them. Takes minutes, once."""
     console = make_console()
