@@ -7,14 +7,26 @@ anybody has to tell colours apart.
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
+from io import StringIO
 from pathlib import Path
 
+from rich.console import Console
+from rich.text import Text
+
+from eagle31_hf.cli.generate import DEMO_DRAFT_TOKENS, MOST_STREAMED
+from eagle31_hf.cli.pairs import DraftOptions, PairSource, load_pair
+from eagle31_hf.cli.options import ACCEPTED_STYLE, legend
 from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.cards import GIB
 from eagle31_hf.memory.plan import PARTS, part_bytes
+from eagle31_hf.texts.decoder import IncrementalDecoder, RoundStreamer
+from eagle31_hf.texts.prompts import embedded_prompts
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -222,6 +234,28 @@ def way_to_root(node: int | None) -> set[int]:
     return set() if node is None else {node, *way_to_root(NODES[node][1])}
 
 
+def demo() -> str:
+    """What `eagle31 demo` shows of its first answers, as a terminal does; README begins with it."""
+    pair = load_pair(PairSource(), DraftOptions(draft_tokens=DEMO_DRAFT_TOKENS, schedule="constant"))
+    lines = []
+    for task in pair.tasks(embedded_prompts())[:MOST_STREAMED]:
+        lines += [Text(f"{message['role']}: {message['content']}", style="dim") for message in task.prompt.messages]
+        lines += [Text.assemble(("assistant: ", "dim")), Text()]
+        streamer = RoundStreamer(IncrementalDecoder(pair.tokenizer), partial(_append, lines[-2]))
+        ids = {"input_ids": task.ids[None], "attention_mask": task.ids[None].new_ones(1, len(task.ids))}
+        pair.target.generate(
+            **ids, assistant_model=pair.drafter, streamer=streamer, max_new_tokens=128, do_sample=False
+        )
+    console = Console(record=True, file=StringIO(), width=80, highlight=False)
+    console.print(*lines, legend(), sep="\n")
+    drawn = console.export_svg(title="eagle31 demo", unique_id="eagle31-demo")
+    return re.sub(r" *@font-face {.*?}\n", "", drawn, flags=re.S)  # it loads no font from elsewhere
+
+
+def _append(answer: Text, text: str, accepted: bool) -> None:
+    answer.append(text, ACCEPTED_STYLE if accepted else "")
+
+
 PICTURES = {
     "passes.svg": passes,
     "drafter.svg": drafter,
@@ -231,8 +265,8 @@ PICTURES = {
 
 
 def main() -> None:
-    """Draw all pictures."""
-    for name, draw in PICTURES.items():
+    """Draw all pictures; that of the demo, whose models take a few seconds, by its name."""
+    for name, draw in {"demo.svg": demo}.items() if sys.argv[1:] == ["demo"] else PICTURES.items():
         (IMAGES / name).write_text(draw(), encoding="utf-8")
 
 

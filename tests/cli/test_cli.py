@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pictures
 import pytest
 import torch
 from command_line import DRAFTER, PROMPT, TARGET, run
@@ -56,12 +57,13 @@ def coloured_share(drawn):
     return accepted / (own + accepted)
 
 
-def test_the_demos_answers_are_drawn_with_their_colours(tmp_path):
-    path = tmp_path / "demo.svg"
-    out = run("demo", "--no-compare", "--svg", path).stdout
+def test_the_demos_answers_are_drawn_with_their_colours():
+    out = run("demo", "--no-compare").stdout
     assert "same text" not in out
-    drawn = path.read_text()
+    drawn = pictures.demo()
     shown = (Path(__file__).parents[2] / "docs" / "images" / "demo.svg").read_text()  # README begins with it
+    answer = next(line for line in out.splitlines() if line.startswith("assistant: "))
+    assert set(answer.split()) <= set("".join(ElementTree.fromstring(drawn).itertext()).split())
     for picture in (drawn, shown):
         assert 0.5 < coloured_share(picture) < 0.95, "most is drafted, and each pass writes a token of its own"
         assert "url(" not in picture.replace("url(#", ""), "it loads nothing"

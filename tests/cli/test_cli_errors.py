@@ -159,7 +159,6 @@ USAGE_ERRORS = {
     "demo --json {top}/no/demo.json": "there is no folder",
     "bench --plot {top}/no/speed.png": "there is no folder",
     "doctor --plot {top}/drift.gif": "wanted a name that ends in .png, .svg",
-    "demo --svg {top}/no/demo.svg": "there is no folder",
     "convert {drafter} {top}/out --allow-loss": "convert --allow-loss was removed in 0.2.0",
     "bench --batch 1,x": "got --batch 1,x: wanted whole numbers",
     "bench --batch 0": "got --batch 0: wanted whole numbers",

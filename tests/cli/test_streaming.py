@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eagle31_hf.cli import terminal
+from eagle31_hf.cli.options import StreamedText
 from eagle31_hf.texts.decoder import IncrementalDecoder, RoundStreamer
 
 
@@ -36,7 +36,7 @@ def test_pieces_join_to_the_decoded_text_and_never_split_a_character(tokenizer, 
 
 def stream(tokenizer, blocks):
     console = Console(file=StringIO(), record=True, width=100, force_terminal=True, color_system="standard")
-    writer = terminal.StreamedText(console)
+    writer = StreamedText(console)
     streamer = RoundStreamer(
         IncrementalDecoder(tokenizer), lambda text, accepted: writer.add(text, "green" if accepted else "")
     )
@@ -57,7 +57,7 @@ def test_accepted_tokens_are_green_and_the_last_of_a_block_is_not(tokenizer):
 
 def test_a_label_waits_for_the_first_piece_and_nothing_is_lost():
     console = Console(file=StringIO(), width=20, record=True)
-    streamed = terminal.StreamedText(console, "  > ")
+    streamed = StreamedText(console, "  > ")
     streamed.add("")
     assert not console.export_text(clear=False), "what is logged before the text has a line of its own"
     text = "The number of [pencils] in the box is\n\n24  and more."

@@ -9,11 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from eagle31_hf.cli.terminal import conditions_line
-from eagle31_hf.measure import bench, gauges
-from eagle31_hf.measure.bench import Bench
+from eagle31_hf.measure import bench
+from eagle31_hf.measure.bench import Bench, PeakGauge
 from eagle31_hf.measure.exactness import Kind, Verdict
-from eagle31_hf.measure.gauges import PeakGauge
 from eagle31_hf.measure.results import (
     PLAIN,
     PLAIN_BY_GRAPHS,
@@ -24,7 +22,7 @@ from eagle31_hf.measure.results import (
     all_methods,
     pair_methods,
 )
-from eagle31_hf.measure.tables import bench_parts
+from eagle31_hf.measure.tables import bench_parts, conditions_line
 from eagle31_hf.stats import Acceptance
 from eagle31_hf.texts.prompts import Prompt
 from helpers import configured, drafter_of, random_prompts, target_of, use_fixed_shapes_only
@@ -262,6 +260,6 @@ def test_the_peak_is_that_of_the_call(monkeypatch, tmp_path):
     held = torch.ones(32 * 2**20)  # 128 MiB
     assert 100 * 2**20 < gauge.read() - low < 250 * 2**20
     del held
-    monkeypatch.setattr(gauges, "CLEAR_REFS", tmp_path / "no" / "clear_refs")
+    monkeypatch.setattr(bench, "CLEAR_REFS", tmp_path / "no" / "clear_refs")
     gauge.reset()
     assert gauge.read() is None

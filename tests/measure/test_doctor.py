@@ -251,7 +251,9 @@ def test_a_fine_tuned_target_is_named(target: Any, tokenizer: Any, tasks: list[T
         for layer in tuned.model.layers:
             layer.mlp.down_proj.weight.mul_(1 + 0.35 * torch.randn_like(layer.mlp.down_proj.weight))
     for model, level in ((target, "ok"), (tuned, "problem")):
-        seen = examine(attached(model), tokenizer, tasks[:3], folder=tmp_path, new_tokens=24)
+        drafter = attached(model)
+        drafter.name_or_path = str(tmp_path)
+        seen = examine(drafter, tokenizer, tasks[:3], new_tokens=24)
         assert {finding.check: finding.level for finding in seen.findings}["acceptance"] == level
         assert seen.greedy.is_exact
 
@@ -343,10 +345,12 @@ def test_conditions_change_the_prompt_as_they_say() -> None:
 
 
 def test_drift_is_shown_under_every_condition(
-    target: Any, tokenizer: Any, tasks: list[Task], tmp_path: Path
+    target: Any, tokenizer: Any, tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(drift, "DEPTH", 4)
+
     def probed(**fields: Any) -> list[DriftCurve]:
-        return drift.probe_drift(attached(target, **fields), tokenizer, tasks[:1], new_tokens=12, depth=4)
+        return drift.probe_drift(attached(target, **fields), tokenizer, tasks[:1], new_tokens=12)
 
     curves, turned = probed(), probed(norm_output=False)
     assert [curve.condition for curve in curves] == [

@@ -12,12 +12,11 @@ from ..measure.bench import has_graphs
 from ..measure.origin import origin
 from ..measure.plots import plot_bench
 from ..measure.results import BenchSettings, all_methods
-from ..measure.tables import bench_parts
+from ..measure.tables import bench_parts, conditions_line
 from ..texts.prompts import embedded_prompts, read_prompts
 from .generate import measure_in_turns
 from .options import JSON, MORE, NEW_TOKENS, command, make_console, option, writable_plot, write_json
 from .pairs import DraftOptions, PairSource, load_pair
-from .terminal import conditions_line
 
 
 def _numbers(text: str) -> str:

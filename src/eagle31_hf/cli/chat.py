@@ -1,4 +1,4 @@
-"""`eagle31 chat`: a conversation in the terminal."""
+"""`eagle31 chat`: a conversation in the """
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from ..errors import ConfigurationError, Eagle31Error, removal
 from ..loop.kept_graphs import kept_packages
 from ..loop.pair import Pair
 from ..serving.session import Answer, ChatSession, Piece
-from . import terminal
-from .options import command, error_line, make_console, option
+from .options import ACCEPTED_STYLE, StreamedText, command, error_line, make_console, option
 from .pairs import DraftOptions, LoadedPair, PairSource, load_pair
 from .progress import waiting_for
 
@@ -178,7 +177,7 @@ class _AnswerView:
 
     def __init__(self, console: Console, *, colour: bool, thoughts: bool):
         self._console, self._colour, self._thoughts = console, colour, thoughts
-        self._writer: terminal.StreamedText | None = None
+        self._writer: StreamedText | None = None
         self._shows_thought = False  # what the writer shows
         self._folded, self._status = 0, console.status("")  # words thought and not shown
 
@@ -196,8 +195,8 @@ class _AnswerView:
             if not text:
                 return
             self.end()
-            self._writer, self._shows_thought = terminal.StreamedText(self._console, LABEL), piece.thought
-        accepted = terminal.ACCEPTED_STYLE if self._colour and piece.drafted else ""
+            self._writer, self._shows_thought = StreamedText(self._console, LABEL), piece.thought
+        accepted = ACCEPTED_STYLE if self._colour and piece.drafted else ""
         self._writer.add(text, THOUGHT_STYLE if piece.thought else accepted)
 
     def end(self) -> None:

@@ -60,7 +60,6 @@ def doctor(
             eagle,
             pair.tokenizer,
             pair.tasks(asked),
-            folder=None if source.drafter is None else Path(source.drafter),
             new_tokens=new_tokens,
             drift=drift or plot is not None,
             minutes=None if thorough else MINUTES,

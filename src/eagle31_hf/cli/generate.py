@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -20,11 +20,20 @@ from ..generate.warm_up import warm_up
 from ..measure.bench import Bench, has_graphs
 from ..measure.origin import origin
 from ..measure.results import FEWEST_NEW_TOKENS, BenchResult, BenchSettings, Task, pair_methods
-from ..measure.tables import bench_notes, speed_table
+from ..measure.tables import bench_notes, conditions_line, speed_table
 from ..texts.decoder import IncrementalDecoder, RoundStreamer
 from ..texts.prompts import Prompt, embedded_prompts
-from . import terminal
-from .options import JSON, MORE, command, make_console, option, writable_json, write_json, write_svg
+from .options import (
+    ACCEPTED_STYLE,
+    JSON,
+    MORE,
+    StreamedText,
+    command,
+    legend,
+    make_console,
+    option,
+    write_json,
+)
 from .pairs import DraftOptions, LoadedPair, PairSource, load_pair
 from .progress import progress_bar, waiting_for
 
@@ -42,18 +51,12 @@ COMPARE = option(
 
 
 @command
-def demo(
-    compare: bool = COMPARE,
-    svg: Path | None = option(
-        None, "Also draw the coloured answers into this SVG file.", dir_okay=False, callback=writable_json
-    ),
-    json_path: Path | None = JSON,
-) -> None:
+def demo(compare: bool = COMPARE, json_path: Path | None = JSON) -> None:
     """Watch the embedded pair write, then measure it against plain decoding. Needs no network."""
     # A fixed length: what is coloured does not depend on how fast this machine is.
     pair = load_pair(PairSource(), DraftOptions(draft_tokens=DEMO_DRAFT_TOKENS, schedule="constant"))
     settings = BenchSettings(pair_methods(by_graphs=True))
-    _show(pair, embedded_prompts(), settings, compare=compare, svg=svg, json_path=json_path)
+    _show(pair, embedded_prompts(), settings, compare=compare, json_path=json_path)
 
 
 @command
@@ -62,8 +65,12 @@ def generate(
     source: PairSource,
     drafting: DraftOptions,
     prompt: str | None = option(None, "What to answer.", show_default=False),
-    prompt_file: Path | None = option(
-        None, "Read the prompt from this file; - is standard input.", allow_dash=True, panel=MORE
+    prompt_file: typer.FileText | None = option(
+        None,
+        "Read the prompt from this file; - is standard input.",
+        encoding="utf-8",
+        errors="surrogateescape",  # the chat template refuses what is no character
+        panel=MORE,
     ),
     system: str | None = option(None, "System prompt.", panel=MORE),
     max_new_tokens: int = option(128, "Longest answer.", min=1),
@@ -75,7 +82,9 @@ def generate(
     json_path: Path | None = JSON,
 ) -> None:
     """Answer a prompt with any pair, accepted drafts coloured, and measure plain generate against EAGLE."""
-    question = {"role": "user", "content": _read_prompt(prompt, prompt_file)}
+    if (prompt is None) == (prompt_file is None):
+        raise ConfigurationError("got no prompt, or two; wanted one of --prompt and --prompt-file")
+    question = {"role": "user", "content": prompt if prompt_file is None else prompt_file.read()}
     messages = (question,) if system is None else ({"role": "system", "content": system}, question)
     pair = load_pair(source, drafting)
     if seed is not None:
@@ -86,36 +95,13 @@ def generate(
     _show(pair, [Prompt("your prompt", "yours", "yours", messages)], settings, compare=compare, json_path=json_path)
 
 
-def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    if (prompt is None) == (file is None):
-        raise ConfigurationError("got no prompt, or two; wanted one of --prompt and --prompt-file")
-    if file is None:
-        assert prompt is not None
-        return prompt
-    try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"the prompt file {str(file)!r} cannot be read: {error}") from error
-
-
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
 def _show(
-    pair: LoadedPair,
-    prompts: Sequence[Prompt],
-    settings: BenchSettings,
-    *,
-    compare: bool,
-    svg: Path | None = None,
-    json_path: Path | None,
+    pair: LoadedPair, prompts: Sequence[Prompt], settings: BenchSettings, *, compare: bool, json_path: Path | None
 ) -> None:
-    """The first answers as they are written, then the table; what `demo` and `generate` share.
-
-    Args:
-        settings: how to write, and the methods to compare.
-        svg: where to draw the answers.
-    """
+    """The first answers as they are written, then the table; what `demo` and `generate` share."""
     console = make_console()
     tasks = pair.tasks(prompts)
     record: dict[str, Any] = {**origin(pair.drafter.binding), "target": pair.name}
@@ -123,10 +109,10 @@ def _show(
         record["plan"] = pair.plan.to_dict()
     if pair.described != pair.name:
         console.print(pair.described, style="dim")
-    lines = [line for task in tasks[:MOST_STREAMED] for line in _stream(console, pair, task, settings)]
+    for task in tasks[:MOST_STREAMED]:
+        _stream(console, pair, task, settings)
     console.print()
-    console.print(terminal.legend())
-    write_svg(svg, [*lines, terminal.legend()], "eagle31 demo")
+    console.print(legend())
     assert pair.drafter.stats is not None, "an answer has been written"
     record["stats"] = pair.drafter.stats.to_dict()
     if compare:
@@ -136,27 +122,23 @@ def _show(
     write_json(json_path, record)
 
 
-def _stream(console: Console, pair: LoadedPair, task: Task, settings: BenchSettings) -> list[Text]:
-    """Show a prompt and its answer as it comes; what was shown."""
+def _stream(console: Console, pair: LoadedPair, task: Task, settings: BenchSettings) -> None:
+    """Show a prompt and its answer as it comes."""
     console.print()
     has_roles = bool(pair.tokenizer.chat_template)  # a base model goes on with the text as it is
-    messages = [
-        Text((f"{message['role']}: " if has_roles else "") + message["content"], style="dim")
-        for message in task.prompt.messages
-    ]
-    for message in messages:
-        console.print(message)
-    writer = terminal.StreamedText(console, "assistant: " if has_roles else "… ")
+    for message in task.prompt.messages:
+        role = f"{message['role']}: " if has_roles else ""
+        console.print(Text(role + message["content"], style="dim"))
+    writer = StreamedText(console, "assistant: " if has_roles else "… ")
     streamer = RoundStreamer(
         IncrementalDecoder(pair.tokenizer),
-        lambda text, accepted: writer.add(text, terminal.ACCEPTED_STYLE if accepted else ""),
+        lambda text, accepted: writer.add(text, ACCEPTED_STYLE if accepted else ""),
     )
     target: Any = pair.target
     how = {**settings.to_generate(), "max_new_tokens": settings.new_tokens, "streamer": streamer}
     ids = task.ids[None]
     target.generate(input_ids=ids, attention_mask=torch.ones_like(ids), assistant_model=pair.drafter, **how)
     writer.end()
-    return [*messages, writer.written, Text()]
 
 
 def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], settings: BenchSettings) -> BenchResult:
@@ -191,7 +173,7 @@ def _measure(
     settings = replace(settings, new_tokens=max(settings.new_tokens, FEWEST_NEW_TOKENS), repeats=REPEATS)
     console.print()
     result = measure_in_turns(console, pair, tasks, settings)
-    console.print(terminal.conditions_line(result, made_by))
+    console.print(conditions_line(result, made_by))
     console.print(speed_table(result.methods))
     for line in bench_notes(result):
         console.print(line)

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,14 +32,13 @@ LOADING, DRAFTS, MORE = "Loading", "Drafts", "More"
 """Headings of a command's help below the options that most people need."""
 WIDTH = 100
 """Most columns that text and tables take."""
+ACCEPTED_STYLE = "green"
 NEW_TOKENS = "--max-new-tokens", "--new-tokens"
 """The name that all commands have, and the one that some had."""
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 """What plots can be."""
 MOST_TOKENS = 2**22
 """Of a row that is planned or served."""
-DRAWN_WIDTH = 80
-"""Columns of a picture."""
 
 
 def writable_json(path: Path | None) -> Path | None:
@@ -169,19 +167,39 @@ def make_console(*, stderr: bool = False) -> Console:
     return made
 
 
+class StreamedText:
+    """Text on a console as it comes, which the terminal wraps.
+
+    Args:
+        console: where to write.
+        label: written before the text, with its first piece: what is logged until then has lines of its own.
+    """
+
+    def __init__(self, console: Console, label: str = ""):
+        self._console, self._label = console, label
+
+    def add(self, text: str, style: str = "") -> None:
+        """Write on."""
+        if text:
+            self._console.print(Text.assemble((self._label, "dim"), (text, style)), end="", soft_wrap=True)
+            self._label = ""
+
+    def end(self) -> None:
+        """End the line."""
+        self._console.print()
+
+
+def legend() -> Text:
+    """What the colours of a streamed text mean."""
+    return Text.assemble(
+        ("drafted and accepted", ACCEPTED_STYLE), ("  ·  ", "dim"), "the target's own tokens", style="italic"
+    )
+
+
 def write_json(path: Path | None, record: dict[str, Any]) -> None:
     """Write the figures if a path was given."""
     if path is not None:
         _write(path, "--json", json.dumps(record, indent=2, default=str) + "\n")
-
-
-def write_svg(path: Path | None, lines: Sequence[Text], title: str) -> None:
-    """Draw lines, wrapped at words, if a path was given. The picture loads no font from elsewhere."""
-    if path is not None:
-        console = Console(record=True, file=io.StringIO(), width=DRAWN_WIDTH, highlight=False)
-        console.print(*lines, sep="\n")
-        drawn = console.export_svg(title=title, unique_id=title.replace(" ", "-"))
-        _write(path, "--svg", re.sub(r" *@font-face {.*?}\n", "", drawn, flags=re.S))
 
 
 def _write(path: Path, option: str, text: str) -> None:

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers.generation.streamers import BaseStreamer
 
 from ..drafter.assistant import Assistant, NoDrafter
 from ..loop.kept_graphs import FEWEST_CAPTURED_TOKENS
@@ -26,8 +29,10 @@ from ..sampling.logits_processing import DraftWarping, end_ids, processing_of
 from ..stats import SpeculationStats
 from ..targets.devices import now
 from .exactness import Kind, SampledBy, Verdict, judge
-from .gauges import PeakGauge, TokenClock
 from .results import PLAIN, BenchResult, BenchSettings, Call, Method, Task, Turn, Writer
+
+CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+RESET_PEAK = "5"  # proc(5): the resident set's peak begins anew
 
 Prompts = dict[str, Tensor]
 """`input_ids` and `attention_mask` `(B, T)`, padded on the left."""
@@ -259,3 +264,59 @@ def until_end(answer: list[int], ends: set[int]) -> list[int]:
     """An answer up to and with its end."""
     stop = next((place for place, token in enumerate(answer, 1) if token in ends), len(answer))
     return answer[:stop]
+
+
+# --- gauges -----------------------------------------------------------------------------------------------------------
+
+
+class TokenClock(BaseStreamer):
+    """A `generate` streamer that notes when tokens are handed out."""
+
+    takes_rows_apart = True  # of a batch: a row's block of tokens each time, as our loop writes them
+
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt_seen:
+            self.moments.append(time.perf_counter())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        """Seconds between two times."""
+        return tuple(later - earlier for earlier, later in pairwise(self.moments))
+
+
+class PeakGauge:
+    """Most memory between `reset` and `read`, weights included.
+
+    CUDA: `torch.cuda.max_memory_allocated`. Elsewhere the process's resident set, where the kernel lets its peak be
+    reset (Linux); `read` gives `None` where neither can be had.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def reset(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        try:
+            CLEAR_REFS.write_text(RESET_PEAK)
+            self._can_read = "VmHWM" in STATUS.read_text()
+        except OSError:
+            self._can_read = False
+
+    def read(self) -> int | None:
+        """Bytes."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        if not self._can_read:
+            return None
+        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024

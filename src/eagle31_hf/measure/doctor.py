@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..checkpoints.card import RECORD_FILE
 from ..config import Eagle31Config, MtpConfig
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, read_text
@@ -120,7 +121,6 @@ def examine(
     tokenizer: Any,
     tasks: Sequence[Task],
     *,
-    folder: Path | None = None,
     new_tokens: int = 48,
     drift: bool = False,
     minutes: float | None = None,
@@ -132,7 +132,6 @@ def examine(
         drafter: attached.
         tokenizer: its target's.
         tasks: what to write.
-        folder: where the drafter's files lie, perhaps with its training report.
         new_tokens: written after each prompt.
         drift: also probe for attention drift, however long it takes.
         minutes: about how long it may take; at least one text is written each way. `None`: all are written.
@@ -149,7 +148,7 @@ def examine(
     greedy = write("greedy texts", 0.5)
     sampled = write("sampled texts", 0.25, temperature=1.0)
     findings += [_text_finding("same text, greedy", greedy), _text_finding("same text, sampled", sampled)]
-    findings.append(_acceptance_finding(greedy, promised_acceptance(folder)))
+    findings.append(_acceptance_finding(greedy, promised_acceptance(drafter)))
     if min(greedy.turns, sampled.turns) < len(tasks):
         written = f"{greedy.turns} greedy and {sampled.turns} sampled texts of {len(tasks)} each"
         findings.append(Finding("time", "note", f"{written} in {minutes:g} minutes", "--thorough writes all"))
@@ -276,15 +275,13 @@ def _text_finding(check: str, written: BenchResult) -> Finding:
     return Finding(check, "ok", "; ".join([same, *difference_lines(result)]))
 
 
-def promised_acceptance(folder: Path | None) -> list[float]:
-    """Acceptance lengths that the drafter's own `training_report.json` holds, of each kind of prompt."""
-    path = None if folder is None else folder / "training_report.json"
-    if path is None or not path.is_file():
-        return []
+def promised_acceptance(drafter: Eagle31Drafter) -> list[float]:
+    """Acceptance lengths that the `training_report.json` in its folder holds, of each kind of prompt."""
+    path = Path(drafter.name_or_path or "unsaved") / RECORD_FILE
     try:
         stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
         return [float(counts["acceptance_length"]) for counts in stages[-1]["acceptance"].values()]
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
         return []
 
 

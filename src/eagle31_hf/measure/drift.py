@@ -85,42 +85,31 @@ def probe_drift(
     tasks: Sequence[Task],
     *,
     new_tokens: int,
-    depth: int = DEPTH,
     on_step: OnStep = lambda what, done, of: None,
 ) -> list[DriftCurve]:
-    """Curves of the drafter under every condition."""
+    """Curves of the drafter under every condition that changes any of the prompts."""
     binding, device, curves = drafter.binding, drafter.fc.weight.device, []
     generate: Any = binding.model.generate
-    for condition, prompts in _prompts_by_condition(tokenizer, tasks).items():
+    chats = [list(task.prompt.messages) for task in tasks]
+    for condition, change in CONDITIONS.items():
+        prompts = [change(chat) for chat in chats]
+        if change is not list and prompts == chats:
+            continue
         replays, shares = [], []
         for number, prompt in enumerate(prompts):
             on_step(f"drift, {condition}", number, len(prompts))
-            batch = {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt)[None]}
-            ids = generate(**batch, do_sample=False, num_beams=1, max_new_tokens=new_tokens + depth)[0].cpu()
-            text = read_text(binding, ids, len(prompt), binding.aux_layers)
-            if len(starts := text.starts(depth)):
+            read = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else encode_chat(tokenizer, prompt)
+            begun = torch.tensor([read], device=binding.input_device)
+            batch = {"input_ids": begun, "attention_mask": torch.ones_like(begun)}
+            ids = generate(**batch, do_sample=False, num_beams=1, max_new_tokens=new_tokens + DEPTH)[0].cpu()
+            text = read_text(binding, ids, len(read), binding.aux_layers)
+            if len(starts := text.starts(DEPTH)):
                 cache = ObservedCache(starts.to(device))
-                replays.append(replay(drafter, text, depth=depth, cache=cache))
+                replays.append(replay(drafter, text, depth=DEPTH, cache=cache))
                 shares.append(cache.shares())
         if replays:
             curves.append(curve_of(replays, shares, condition=condition))
     return curves
-
-
-def _prompts_by_condition(tokenizer: Any, tasks: Sequence[Task]) -> dict[str, list[Tensor]]:
-    """The conversations as ids `(T,)`, under each condition that changes any of them."""
-    chats = [list(task.prompt.messages) for task in tasks]
-    changed = {name: [change(chat) for chat in chats] for name, change in CONDITIONS.items()}
-
-    def encode(prompt: Messages | str) -> Tensor:
-        ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else encode_chat(tokenizer, prompt)
-        return torch.tensor(ids, device=tasks[0].ids.device)
-
-    return {
-        name: list(map(encode, prompts))
-        for name, prompts in changed.items()
-        if name == "prompts as they are" or prompts != chats
-    }
 
 
 def curve_of(replays: Sequence[Replay], shares: Sequence[Tensor], *, condition: str) -> DriftCurve:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import JustifyMethod
@@ -116,6 +117,20 @@ def kind_table(results: Sequence[MethodResult]) -> Table:
     kinds = dict.fromkeys(kind for result in drafting for kind in result.by_kind)
     rows = tuple((kind, *(cell(result.by_kind[kind]) for result in drafting)) for kind in kinds)
     return figure_table(("kind", *(result.method.name for result in drafting)), rows, wraps=True)
+
+
+def conditions_line(result: BenchResult, origin: dict[str, Any]) -> Text:
+    """What was measured where."""
+    temperature = result.settings.temperature
+    sampling = f"temperature {temperature:g}" if temperature else "greedy"
+    repeats = len({call.turn.repeat for call in result.calls})  # fewer than planned where time ran out
+    written = "one repeat" if repeats == 1 else f"medians and spreads of {repeats} repeats"
+    device = count(origin["threads"], "CPU thread") if origin["device"] == "cpu" else origin["device"]
+    return Text(
+        f"{count(result.num_prompts, 'prompt')}, up to {result.settings.new_tokens} tokens each, {sampling}, {device} "
+        f"({origin['processor']}), {origin['dtype']}; {written}",
+        style="dim",
+    )
 
 
 def bench_parts(result: BenchResult, price_per_hour: float | None = None) -> Iterator[Table | Text]:
