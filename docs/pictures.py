@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from eagle31_hf.cli.generate import DEMO_DRAFT_TOKENS, MOST_STREAMED
-from eagle31_hf.cli.pairs import DraftOptions, PairSource, load_pair
 from eagle31_hf.cli.options import ACCEPTED_STYLE, legend
+from eagle31_hf.cli.pairs import DraftOptions, PairSource, load_pair
 from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.cards import GIB
 from eagle31_hf.memory.plan import PARTS, part_bytes

@@ -11,27 +11,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import Eagle31Config
-    from .drafter.assistant import NoDrafter
-    from .drafter.drafter import Eagle31Drafter
-    from .errors import Eagle31Error
-    from .generate.candidates import Eagle31CandidateGenerator
-    from .memory import MemoryPlan, plan_memory
-    from .settings import Eagle31GenerationConfig
-    from .stats import SpeculationStats
+    from .config import Eagle31Config as Eagle31Config
+    from .drafter.assistant import NoDrafter as NoDrafter
+    from .drafter.drafter import Eagle31Drafter as Eagle31Drafter
+    from .errors import Eagle31Error as Eagle31Error
+    from .generate.candidates import Eagle31CandidateGenerator as Eagle31CandidateGenerator
+    from .memory import MemoryPlan as MemoryPlan
+    from .memory import plan_memory as plan_memory
+    from .settings import Eagle31GenerationConfig as Eagle31GenerationConfig
+    from .stats import SpeculationStats as SpeculationStats
 
 __version__ = "0.2.0"
-__all__ = [
-    "Eagle31CandidateGenerator",
-    "Eagle31Config",
-    "Eagle31Drafter",
-    "Eagle31Error",
-    "Eagle31GenerationConfig",
-    "MemoryPlan",
-    "NoDrafter",
-    "SpeculationStats",
-    "plan_memory",
-]
 
 _MODULES = {
     "Eagle31CandidateGenerator": "generate.candidates",
@@ -44,7 +34,7 @@ _MODULES = {
     "SpeculationStats": "stats",
     "plan_memory": "memory",
 }
-
+__all__ = [*_MODULES]
 
 _ASSISTANTS = ("Eagle31CandidateGenerator", "Eagle31Drafter", "NoDrafter")
 """With one of these `generate` and `pipeline` are taught to take assistants of ours, by name, too."""

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from eagle31_hf.cli import app
 from eagle31_hf.cli import chat as command
 from eagle31_hf.cli.chat import _AnswerView
-from eagle31_hf.serving.session import Piece
+from eagle31_hf.serving.session import ChatSession, Piece
 
 QUESTION = "What is the weather going to be like in Portland this weekend?"
 
@@ -41,18 +41,19 @@ def test_a_conversation_with_commands():
 
 @pytest.mark.parametrize("are_kept", [False, True])
 def test_kept_graphs_are_loaded_before_the_first_answer(monkeypatch, are_kept):
-    loaded, load = [], command._load_graphs
+    sessions, ask = [], ChatSession.ask
     monkeypatch.setattr(command, "kept_packages", lambda _pair: object() if are_kept else None)
-    monkeypatch.setattr(command, "_load_graphs", lambda *how: loaded.append(load(*how)))
+    monkeypatch.setattr(ChatSession, "ask", lambda self, *said: sessions.append(self) or ask(self, *said))
     told = chat("/stats", QUESTION, arguments=["--temperature", "0.7"])
-    assert len(loaded) == are_kept
+    assert len(set(sessions)) == 1 + are_kept
     assert "nothing has been answered yet" in told.stdout, "what was written for that is no part of the conversation"
     assert "read 17 of 17" in " ".join(told.stdout.split())
 
 
 @pytest.mark.parametrize("drafter", [(), ("--drafter", "none")], ids=str)
 def test_a_plan_is_shown_before_anything_is_loaded_and_kept_to(drafter):
-    out = " ".join(chat(QUESTION, arguments=["--memory", "auto", "--context", "256", *drafter]).stdout.split())
+    told = chat(QUESTION, arguments=["--memory", "auto", "--context", "256", "--no-colour", *drafter])
+    out = " ".join(told.stdout.split())
     assert "acceptance length" in out
     assert out.count("context 256 tokens") == 1
     assert out.index("context 256 tokens") < out.index("lists commands")

@@ -43,6 +43,7 @@ def top(tmp_path_factory) -> Path:
     (top / "wrong").mkdir()
     (top / "wrong" / "config.json").write_text(written.replace('"hidden_size": 4096', '"hidden_size": true'))
     (top / "broken.jinja").write_text("{% if messages %}Hello")
+    (top / "latin-1.txt").write_bytes(b"caf\xe9")
     for number in range(12):
         shutil.copytree(DRAFTER, top / "many" / f"drafter-{number:02}", symlinks=True)
     return top
@@ -125,6 +126,7 @@ REFUSED = {
     "serve --port 0 --card 'RTX 4090' --context 512": "got --card without a plan",
     "generate --prompt x --memory plan.json": "was removed in 0.2.0: pass --memory auto, and the options",
     # --- one command each
+    "generate --prompt-file {top}/latin-1.txt": "is no character; wanted text in the encoding of",
     "serve --port 0 --context 4000": "was made for texts of 2048 tokens",
     "serve --target nowhere --tree-width 2": CHAINS.format("--tree-width 2"),
     "chat --chat-template {top}/broken.jinja": "got --chat-template .*/broken.jinja, which cannot be used: .*'endif'",
@@ -156,6 +158,7 @@ USAGE_ERRORS = {
         f"{name} --temperature inf": "got --temperature inf: wanted a number less than or equal to 5"
         for name in ("bench", "generate", "warmup")
     },
+    "generate --prompt-file {top}/no.txt": "got --prompt-file .*/no.txt: .*No such file",
     "demo --json {top}/no/demo.json": "there is no folder",
     "bench --plot {top}/no/speed.png": "there is no folder",
     "doctor --plot {top}/drift.gif": "wanted a name that ends in .png, .svg",

@@ -31,9 +31,7 @@ def test_a_packed_pair_answers_within_its_plan(tmp_path, monkeypatch):
         meter = StorageMeter()
         meter.loaded(pair.target)
         meter.loaded(pair.drafter)
-        lines = []
-        peaks.append(meter.peak(lambda: lines.extend(stream(console, pair, *args))))
-        return lines
+        peaks.append(meter.peak(lambda: stream(console, pair, *args)))
 
     monkeypatch.setattr(generate, "_stream", metered)
     told = CliRunner().invoke(

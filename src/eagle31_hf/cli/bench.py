@@ -65,13 +65,13 @@ def bench(
     usual = "the target's own head" if source.target else "the embedded drafter"
     names = {"target": loaded.name, "drafter": source.drafter or usual}
     write_json(json_path, {**made_by, **names, **result.to_dict(price_per_hour)})  # before a picture can fail
-    console.print(conditions_line(result, made_by))
+    conditions = conditions_line(result, made_by)
+    console.print(conditions)
     for part in bench_parts(result, price_per_hour):
         console.print(part)
     if plot is not None:
-        where = conditions_line(result, made_by).plain
         target, by = (Path(name).name for name in names.values())  # of a folder or a Hub id
-        plot_bench(result, plot, title=f"{target}, drafts by {by}", footer=where)
+        plot_bench(result, plot, title=f"{target}, drafts by {by}", footer=conditions.plain)
         console.print(f"plot: {plot}")
     if not result.is_exact or result.interrupted:
         raise typer.Exit(130 if result.is_exact else 1)

@@ -1,4 +1,4 @@
-"""`eagle31 chat`: a conversation in the """
+"""`eagle31 chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,14 @@ import torch
 import typer
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigurationError, Eagle31Error, removal
 from ..loop.kept_graphs import kept_packages
 from ..loop.pair import Pair
 from ..serving.session import Answer, ChatSession, Piece
-from .options import ACCEPTED_STYLE, StreamedText, command, error_line, make_console, option
-from .pairs import DraftOptions, LoadedPair, PairSource, load_pair
+from .options import ACCEPTED_STYLE, StreamedText, command, error_line, make_console, option, plain_table
+from .pairs import DraftOptions, PairSource, load_pair
 from .progress import waiting_for
 
 HISTORY = "chat_history"
@@ -38,35 +37,21 @@ def chat(
     system: str | None = option(None, "System prompt."),
     temperature: float = option(0.0, "0 is greedy.", min=0.0, max=5.0),
     max_new_tokens: int = option(512, "Longest answer.", min=1),
-    colour: bool = option(True, "Colour tokens that were drafted and accepted."),
+    colour: bool = option(True, "Colour tokens that were drafted and accepted.", "--colour/--no-colour"),
     thoughts: bool = option(False, "Show what a thinking model thinks."),
 ) -> None:
     """Chat with a pair: answers stream, history is not read twice, /help lists the commands."""
     console = make_console()
     read = _reader(console)
     pair = load_pair(source, drafting)
+    begin = partial(ChatSession, pair.target, pair.drafter, pair.tokenizer, system=system, temperature=temperature)
     if kept_packages(Pair.of(pair.drafter)) is not None:
-        _load_graphs(pair, system, temperature)
-    session = ChatSession(
-        pair.target,
-        pair.drafter,
-        pair.tokenizer,
-        system=system,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        context=None if pair.plan is None else pair.plan.settings.context,
-    )
+        # They are read from disk as a text meets them, which would halt the first answer.
+        with waiting_for("loading graphs"), torch.random.fork_rng():
+            begin(max_new_tokens=8).ask("Hello!")
+    session = begin(max_new_tokens=max_new_tokens, context=None if pair.plan is None else pair.plan.settings.context)
     console.print(f"{pair.described}; /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves", style="dim")
-    Chat(console, session, colour=colour, thoughts=thoughts).run(read)
-
-
-def _load_graphs(pair: LoadedPair, system: str | None, temperature: float) -> None:
-    """Write a short text: kept graphs are read from disk as they are met, which would halt the first answer."""
-    with waiting_for("loading graphs"), torch.random.fork_rng():
-        short = ChatSession(
-            pair.target, pair.drafter, pair.tokenizer, system=system, temperature=temperature, max_new_tokens=8
-        )
-        short.ask("Hello!", lambda _piece: None)
+    Chat(console, session, partial(_AnswerView, console, colour=colour, thoughts=thoughts)).run(read)
 
 
 class Chat:
@@ -74,13 +59,11 @@ class Chat:
 
     Args:
         session: the conversation.
-        colour: mark tokens that were drafted and accepted.
-        thoughts: show thoughts instead of folding them.
+        view: makes what shows an answer.
     """
 
-    def __init__(self, console: Console, session: ChatSession, *, colour: bool, thoughts: bool):
-        self.console, self.session = console, session
-        self.colours, self.thinking = colour, thoughts
+    def __init__(self, console: Console, session: ChatSession, view: Callable[[], _AnswerView]):
+        self.console, self.session, self.view = console, session, view
 
     def run(self, read: Callable[[], str]) -> None:
         """Until `read`, or the command to leave, raises `EOFError`."""
@@ -113,8 +96,8 @@ class Chat:
     # --- answers -----------------------------------------------------------------------------------------------------
 
     def _show(self, answer: Callable[[Callable[[Piece], None]], Answer]) -> None:
-        shown = _AnswerView(self.console, colour=self.colours, thoughts=self.thinking)
-        with _interrupt_stops(self.session), _keys_unseen():
+        shown = self.view()
+        with _interrupt_stops(self.session):
             try:
                 told = answer(shown.add)
             finally:
@@ -125,10 +108,8 @@ class Chat:
 
     def help(self, _rest: str) -> None:
         """this list"""
-        table = Table.grid(padding=(0, 2))
-        for name, method in CHAT_COMMANDS.items():
-            table.add_row(f"  {name}", method.__doc__, style="dim")
-        self.console.print(table)
+        rows = ((name, method.__doc__ or "") for name, method in CHAT_COMMANDS.items())
+        self.console.print(Padding(plain_table(rows), (0, 2)))
 
     def system(self, rest: str) -> None:
         """TEXT: set the system prompt (nothing: show it); the conversation goes on under it"""
@@ -179,7 +160,8 @@ class _AnswerView:
         self._console, self._colour, self._thoughts = console, colour, thoughts
         self._writer: StreamedText | None = None
         self._shows_thought = False  # what the writer shows
-        self._folded, self._status = 0, console.status("")  # words thought and not shown
+        self._folded, self._status = 0, console.status("reading")  # words thought and not shown
+        self._status.start()
 
     def add(self, piece: Piece) -> None:
         if piece.thought and not self._thoughts:
@@ -238,25 +220,6 @@ def _interrupt_stops(session: ChatSession) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _keys_unseen() -> Iterator[None]:
-    """What is typed during an answer, Ctrl-C too, is not written into it."""
-    if not sys.stdin.isatty() or find_spec("termios") is None:  # which Windows lacks
-        yield
-        return
-    import termios
-
-    keyboard = sys.stdin.fileno()
-    before = termios.tcgetattr(keyboard)
-    silent = [*before]
-    silent[3] &= ~termios.ECHO
-    termios.tcsetattr(keyboard, termios.TCSADRAIN, silent)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 def _reader(console: Console) -> Callable[[], str]:

@@ -50,9 +50,7 @@ def convert(
     parts: set[str] = set()
     if target is not None:
         described = describe_target(target)
-        if (
-            Path(target).is_dir() and checkpoint.target
-        ):  # the file's own name of it says more than a folder of one machine
+        if Path(target).is_dir() and checkpoint.target:  # whose own name of it says more than a folder of one machine
             described["name_or_path"] = checkpoint.target
         checkpoint.metadata[TARGET_MODEL] = described
         if parts := parts_to_copy(layout, checkpoint.config):

@@ -5,20 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from ..demo import PROMPTS as DEMO_PROMPTS
 from ..drafter.drafter import Eagle31Drafter, MtpDrafter
 from ..errors import ConfigurationError
-from ..measure.doctor import PROMPTS, Examination, Finding, examine
+from ..measure.doctor import PROMPTS, examine
 from ..measure.drift import DriftCurve
 from ..measure.origin import origin
 from ..measure.plots import plot_drift
 from ..measure.tables import figure_table, heading
 from ..texts.prompts import read_prompts
-from .options import JSON, MORE, NEW_TOKENS, command, make_console, option, writable_plot, write_json
+from .options import JSON, MORE, NEW_TOKENS, command, make_console, option, plain_table, writable_plot, write_json
 from .pairs import PairSource, load_pair
 from .progress import progress_bar
 
@@ -66,30 +64,20 @@ def doctor(
             on_step=on_step,
         )
     write_json(json_path, {**origin(eagle.binding), "target": pair.name, **seen.to_dict()})
-    _show(console, seen)
+    rows = (
+        (each.check, f"[{STYLES[each.level]}]{each.level}", "\n→ ".join(filter(None, (each.text, each.advice))))
+        for each in seen.findings
+    )
+    console.print(plain_table(rows, "check", "", "what was seen"))
+    for curve in seen.drift:
+        console.print(heading(f"drift, {curve.condition}"))
+        console.print(_drift_table(curve))
+    console.print(f"\nverdict: {seen.verdict}", style="bold")
     if plot is not None and seen.drift:
         plot_drift(seen.drift, plot)
         console.print(f"plot: {plot}")
     if seen.problems:
         raise typer.Exit(1)
-
-
-def _show(console: Console, seen: Examination) -> None:
-    console.print(_table(seen.findings))
-    for curve in seen.drift:
-        console.print(heading(f"drift, {curve.condition}"))
-        console.print(_drift_table(curve))
-    console.print(f"\nverdict: {seen.verdict}", style="bold")
-
-
-def _table(findings: list[Finding]) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False)
-    for column in ("check", "", "what was seen"):
-        table.add_column(column, overflow="fold")
-    for finding in findings:
-        text = f"{finding.text}\n→ {finding.advice}" if finding.advice else finding.text
-        table.add_row(finding.check, f"[{STYLES[finding.level]}]{finding.level}", text)
-    return table
 
 
 def _drift_table(curve: DriftCurve) -> Table:
@@ -99,6 +87,9 @@ def _drift_table(curve: DriftCurve) -> Table:
         "length of the state fed back": curve.feedback_norm,
         "right, if all before were": curve.acceptance,
     }
-    rows = tuple((name, *(f"{value:.2f}" for value in values)) for name, values in figures.items())
-    headings = ("draft depth", *(str(depth + 1) for depth in range(len(curve.sink))))
-    return figure_table(headings, rows)
+    return figure_table(
+        [
+            {"draft depth": name, **{str(depth): f"{value:.2f}" for depth, value in enumerate(values, 1)}}
+            for name, values in figures.items()
+        ]
+    )

@@ -23,17 +23,7 @@ from ..measure.results import FEWEST_NEW_TOKENS, BenchResult, BenchSettings, Tas
 from ..measure.tables import bench_notes, conditions_line, speed_table
 from ..texts.decoder import IncrementalDecoder, RoundStreamer
 from ..texts.prompts import Prompt, embedded_prompts
-from .options import (
-    ACCEPTED_STYLE,
-    JSON,
-    MORE,
-    StreamedText,
-    command,
-    legend,
-    make_console,
-    option,
-    write_json,
-)
+from .options import ACCEPTED_STYLE, JSON, MORE, StreamedText, command, legend, make_console, option, write_json
 from .pairs import DraftOptions, LoadedPair, PairSource, load_pair
 from .progress import progress_bar, waiting_for
 
@@ -116,7 +106,14 @@ def _show(
     assert pair.drafter.stats is not None, "an answer has been written"
     record["stats"] = pair.drafter.stats.to_dict()
     if compare:
-        record |= _measure(console, pair, tasks, settings, record)
+        console.print()
+        measured = replace(settings, new_tokens=max(settings.new_tokens, FEWEST_NEW_TOKENS), repeats=REPEATS)
+        result = measure_in_turns(console, pair, tasks, measured)
+        console.print(conditions_line(result, record))
+        console.print(speed_table(result.methods))
+        for line in bench_notes(result):
+            console.print(line)
+        record |= result.to_dict()
     else:
         console.print(str(pair.drafter.stats), style="dim", markup=False)
     write_json(json_path, record)
@@ -145,7 +142,11 @@ def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], 
     """All calls of the settings, or those up to Ctrl-C; the console is told what takes its time."""
     if any(method.by_graphs for method in settings.methods):
         console.print("Compiling what no earlier run has left: minutes the first time, nothing the second.")
-        _compile_graphs(pair, tasks, settings)
+        tokens, how = settings.new_tokens + max(len(task.ids) for task in tasks), settings.to_generate()
+        # For the pair and for its target alone. Where nothing can be kept the measured texts say why.
+        with waiting_for("looking for graphs") as say, suppress(ConfigurationError):
+            for assistant in (pair.drafter, NoDrafter(pair.drafter.binding.model)):
+                warm_up(assistant, tokens=tokens, on_compile=lambda key: say(f"compiling graphs: {key.kind}"), **how)
     minutes = settings.minutes
     measuring = f"measuring for at most {minutes:g} minute{'' if minutes == 1 else 's'}" if minutes else "measuring"
     with progress_bar(console) as advance:
@@ -157,24 +158,3 @@ def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], 
                 console.print("Stopped by Ctrl-C before anything was measured.")
                 raise
             return replace(bench.result, interrupted=True)
-
-
-def _compile_graphs(pair: LoadedPair, tasks: Sequence[Task], settings: BenchSettings) -> None:
-    """What a CPU lacks, for the pair and for its target alone. Where nothing can be kept the measured texts say why."""
-    tokens, how = settings.new_tokens + max(len(task.ids) for task in tasks), settings.to_generate()
-    with waiting_for("looking for graphs") as say, suppress(ConfigurationError):
-        for assistant in (pair.drafter, NoDrafter(pair.drafter.binding.model)):
-            warm_up(assistant, tokens=tokens, on_compile=lambda key: say(f"compiling graphs: {key.kind}"), **how)
-
-
-def _measure(
-    console: Console, pair: LoadedPair, tasks: Sequence[Task], settings: BenchSettings, made_by: dict[str, Any]
-) -> dict[str, Any]:
-    settings = replace(settings, new_tokens=max(settings.new_tokens, FEWEST_NEW_TOKENS), repeats=REPEATS)
-    console.print()
-    result = measure_in_turns(console, pair, tasks, settings)
-    console.print(conditions_line(result, made_by))
-    console.print(speed_table(result.methods))
-    for line in bench_notes(result):
-        console.print(line)
-    return result.to_dict()

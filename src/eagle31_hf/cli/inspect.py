@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from rich.table import Table
 from rich.text import Text
 
 from ..checkpoints import CheckpointSummary, inspect_checkpoint
 from ..config import Eagle31Config, MtpConfig
 from ..errors import count
-from .options import JSON, argument, command, make_console, option, write_json
+from .options import JSON, argument, command, make_console, option, plain_table, write_json
 
 
 @command
@@ -23,17 +22,10 @@ def inspect(
     """Tell what a drafter checkpoint is, from its headers alone."""
     summary = inspect_checkpoint(path_or_id, revision=revision)
     console = make_console()
-    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column()
-    for fact, value in _facts(summary):
-        facts.add_row(fact, value)
-    tensors = Table("tensor", "shape", box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name, shape in summary.tensors.items():
-        tensors.add_row(name, " × ".join(map(str, shape)))
-    console.print(facts)
+    console.print(plain_table(_facts(summary)))
     console.print()
-    console.print(tensors)
+    shapes = ((name, " × ".join(map(str, shape))) for name, shape in summary.tensors.items())
+    console.print(plain_table(shapes, "tensor", "shape"))
     write_json(json_path, summary.to_dict())
 
 

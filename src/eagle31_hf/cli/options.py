@@ -16,7 +16,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigurationError, Eagle31Error
@@ -194,6 +195,17 @@ def legend() -> Text:
     return Text.assemble(
         ("drafted and accepted", ACCEPTED_STYLE), ("  ·  ", "dim"), "the target's own tokens", style="italic"
     )
+
+
+def plain_table(rows: Iterable[Sequence[str | Text]], *header: str) -> Table:
+    """Rows without lines between them; without a header the first cell of each is its heading."""
+    table = Table(*header, show_header=bool(header), box=None, pad_edge=False)
+    if not header:
+        table.add_column(style="dim")
+        table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def write_json(path: Path | None, record: dict[str, Any]) -> None:

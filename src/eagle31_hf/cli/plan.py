@@ -8,14 +8,13 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from ..errors import ConfigurationError
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import one_card
 from ..memory.known_targets import find_known_target
 from ..memory.plan import LEDGER_COLUMNS, decision_rows, ledger_rows, part_rows
-from .options import JSON, argument, command, make_console, option, token_count, writable_plot, write_json
+from .options import JSON, argument, command, make_console, option, plain_table, token_count, writable_plot, write_json
 from .progress import waiting_for
 
 
@@ -82,10 +81,10 @@ def plan(
     write_json(json_path, made.to_dict())  # before a picture can fail
     console = make_console()
     print_decision(console, made)
-    console.print(_table([], part_rows(made)))
+    console.print(plain_table(part_rows(made)))
     if formulas:
         console.print()
-        console.print(_table(LEDGER_COLUMNS, ledger_rows(made)))
+        console.print(plain_table(ledger_rows(made), *LEDGER_COLUMNS))
     if made.fits:
         console.print(f"\n{command_to_run(made, target, options.drafter)}", soft_wrap=True)
     if plot is not None:
@@ -113,17 +112,7 @@ def command_to_run(plan: MemoryPlan, target: str, drafter: str | None) -> str:
 
 def print_decision(console: Console, plan: MemoryPlan) -> None:
     """What a plan decided and what to look out for."""
-    console.print(_table([], decision_rows(plan)))
+    console.print(plain_table(decision_rows(plan)))
     for warning in plan.warnings:
         console.print(f"[yellow]warning:[/yellow] {warning}")
     console.print()
-
-
-def _table(header: list[str] | tuple[str, ...], rows: list[tuple[str, ...]] | list[tuple[str, str]]) -> Table:
-    table = Table(*header, show_header=bool(header), box=None, pad_edge=False)
-    if not header:
-        table.add_column(style="dim")
-        table.add_column()
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .options import make_console
 
@@ -51,14 +51,12 @@ def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     The bar is drawn once a second, so that its clock moves during a long measurement and slows none.
     """
     # What is left is not told: most measurements are bounded by time, and end before all is done.
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[so_far]}"), TimeElapsedColumn(),
-    )  # fmt: skip
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(" of "), TimeElapsedColumn()
     log, logged_at = make_console(stderr=True), time.monotonic()
 
     def advance(what: str, done: int, of: int) -> None:
         nonlocal logged_at
-        progress.update(task, description=what, completed=done, total=of, so_far=f"{done} of {of}")
+        progress.update(task, description=what, completed=done, total=of)
         if not console.is_terminal and time.monotonic() - logged_at >= LINE_EVERY_S:
             logged_at = time.monotonic()
             log.print(f"{what}: {done} of {of}", markup=False)
@@ -66,5 +64,5 @@ def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     with Progress(
         *columns, console=console, transient=True, refresh_per_second=1, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task("warming up", total=None, so_far="")
+        task = progress.add_task("warming up", total=None)
         yield advance

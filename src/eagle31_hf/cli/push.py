@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.markdown import Markdown
-from rich.table import Table
 
 from ..checkpoints.card import prepare_upload, upload
-from .options import JSON, argument, command, make_console, option, write_json
+from .options import JSON, argument, command, make_console, option, plain_table, write_json
 
 
 @command
@@ -25,9 +24,7 @@ def push(
     """Publish a drafter with its card and records; shows what would be uploaded unless told to upload."""
     prepared = prepare_upload(folder, repository, license=license)
     console = make_console()
-    table = Table(box=None, show_header=False)
-    for name, size in prepared.files.items():
-        table.add_row(name, f"{size:,} bytes")
+    table = plain_table((name, f"{size:,} bytes") for name, size in prepared.files.items())
     record = {"repository": repository, "files": prepared.files}
     if not really:
         console.print(Markdown(prepared.card.partition("\n---\n")[2]))

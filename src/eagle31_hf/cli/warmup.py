@@ -34,8 +34,8 @@ def warmup(
 
         made = warm_up(pair.drafter, tokens=tokens, on_compile=tell, **sampling_options(temperature))
     seconds = perf_counter() - started
-    record = {"graphs": [repr(key) for key in made], "seconds": seconds}
-    write_json(json_path, {**origin(), "target": pair.name, **record})
+    graphs = [repr(key) for key in made]
+    write_json(json_path, {**origin(), "target": pair.name, "graphs": graphs, "seconds": seconds})
     if made:
         console.print(f"{len(made)} graphs compiled in {seconds:.0f} s; later runs load them.")
     else:

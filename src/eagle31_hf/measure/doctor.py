@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 
-from ..checkpoints.card import RECORD_FILE
 from ..config import Eagle31Config, MtpConfig
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, read_text
@@ -23,16 +22,8 @@ from ..targets.fresh_drafter import trained_context
 from ..targets.quantized import holds_packed_weights
 from .bench import Bench, has_graphs
 from .drift import DriftCurve, probe_drift
-from .readings import (
-    OnStep,
-    ReadingScore,
-    Replay,
-    form_of,
-    layers_to_keep,
-    other_readings,
-    replay,
-    score_readings,
-)
+from .exactness import Kind
+from .readings import OnStep, ReadingScore, Replay, layers_to_keep, other_readings, replay, score_readings
 from .results import PLAIN, BenchResult, BenchSettings, Method, MethodResult, Spread, Task, Writer
 from .tables import difference_lines
 
@@ -212,12 +203,13 @@ def preflight(drafter: Eagle31Drafter, tokenizer: Any) -> list[Finding]:
     wanted = trained_context(binding.text_config) or trained
     embedding = "its own" if config.own_embedding else "the target's"
     head = "its own" if config.own_lm_head else "rows of the target's"
+    form = "MTP head" if isinstance(config, MtpConfig) else "EAGLE 3.1" if config.is_eagle31 else "EAGLE-3"
     has_template = bool(getattr(tokenizer, "chat_template", None))
     return [
         Finding(
             "shapes",
             "ok",
-            f"{form_of(drafter)}, {count(config.num_hidden_layers, 'layer')} of width {config.hidden_size}, "
+            f"{form}, {count(config.num_hidden_layers, 'layer')} of width {config.hidden_size}, "
             f"reads hidden states {layers} of {len(binding.layers)} layers of width {config.target_hidden_size}",
         ),
         _noted(
@@ -271,13 +263,13 @@ def _text_finding(check: str, written: BenchResult) -> Finding:
     if result.refusal:
         advice = "please report it with the JSON of this run; until then set speculation_loop='plain'"
         return Finding(check, "problem", "; ".join(difference_lines(result)), advice)
-    same = f"{texts - len(result.differences)} of {texts} texts are the same"
+    same = f"{result.verdicts[Kind.SAME]} of {texts} texts are the same"
     return Finding(check, "ok", "; ".join([same, *difference_lines(result)]))
 
 
 def promised_acceptance(drafter: Eagle31Drafter) -> list[float]:
     """Acceptance lengths that the `training_report.json` in its folder holds, of each kind of prompt."""
-    path = Path(drafter.name_or_path or "unsaved") / RECORD_FILE
+    path = Path(drafter.name_or_path or "unsaved") / "training_report.json"
     try:
         stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
         return [float(counts["acceptance_length"]) for counts in stages[-1]["acceptance"].values()]

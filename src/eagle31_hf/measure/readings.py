@@ -7,7 +7,6 @@ is replayed over the same texts, so the comparison is paired.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,13 +25,6 @@ OnStep = Callable[[str, int, int], None]
 """Called between measurements with what is measured, how many of it are done, and of how many."""
 STANDARD_ERRORS = 3.0
 """A reading is named if its gain is this many standard errors from none."""
-
-
-def form_of(drafter: Eagle31Drafter) -> str:
-    """What people call it."""
-    if isinstance(drafter.config, MtpConfig):
-        return "MTP head"
-    return "EAGLE 3.1" if drafter.config.is_eagle31 else "EAGLE-3" if not drafter.config.norm_output else "post-norm"
 
 
 @dataclass(frozen=True)
@@ -203,6 +195,4 @@ def read_as(drafter: Eagle31Drafter, fields: Mapping[str, Any]) -> Eagle31Drafte
 
 def read_config_as(config: Eagle31Config, fields: Mapping[str, Any]) -> Eagle31Config:
     """The configuration with these fields."""
-    changed = copy.deepcopy(config)
-    changed.update(dict(fields))
-    return changed
+    return type(config).from_dict(config.to_dict() | dict(fields))

@@ -209,13 +209,10 @@ class MethodResult:
         wrong, answers = self.verdicts[Kind.DIFFERENT], count(self.verdicts.total(), "answer")
         return f"not the target's own, beyond ties: {wrong} of {answers}" if wrong else ""
 
-    @property
-    def differences(self) -> dict[str, Verdict]:
-        """By prompt, answers whose tokens are not plain `generate`'s: ties, and errors before them."""
-        verdicts = [pair for call in self.calls for pair in zip(call.prompts, call.verdicts, strict=True)]
-        ties, errors = ({prompt: verdict for prompt, verdict in verdicts if verdict.kind is kind}
-                        for kind in (Kind.TIE, Kind.DIFFERENT))  # fmt: skip
-        return ties | errors
+    def answers_of(self, kind: Kind) -> dict[str, Verdict]:
+        """By prompt, what is known of the answers of this kind; of several repeats the last."""
+        pairs = [pair for call in self.calls for pair in zip(call.prompts, call.verdicts, strict=True)]
+        return {prompt: verdict for prompt, verdict in pairs if verdict.kind is kind}
 
     @cached_property
     def tokens_per_s(self) -> Spread:

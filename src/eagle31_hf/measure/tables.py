@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -22,20 +22,20 @@ REFUSED = "refused"
 _OF_CELLS = {REFUSED: "bold red", "NO": "bold red", "yes": "green", "up to ties": "green"}
 
 
-def figure_table(headings: Sequence[str], rows: Sequence[tuple[str, ...]], *, wraps: bool = False) -> Table:
-    """Rows of cells, the first of each its heading, without columns that no row has anything for.
+def figure_table(rows: Sequence[Mapping[str, str]], *, wraps: bool = False) -> Table:
+    """Rows of cells by heading, the first of each its name, without columns that no row has anything for.
 
     Args:
         wraps: cells may take several lines.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    kept = [place for place in range(len(headings)) if any(row[place] for row in rows)]
-    for place in kept:
-        style = "bold" if headings[place] == "speedup" else ""
+    kept = [heading for heading in rows[0] if any(row[heading] for row in rows)]
+    for place, heading in enumerate(kept):
+        style = "bold" if heading == "speedup" else ""
         justify: JustifyMethod = "right" if place else "left"
-        table.add_column(headings[place], justify=justify, no_wrap=not (wraps and place), style=style)
+        table.add_column(heading, justify=justify, no_wrap=not (wraps and place), style=style)
     for row in rows:
-        table.add_row(*(Text(row[place], style=_OF_CELLS.get(row[place], "")) for place in kept))
+        table.add_row(*(Text(row[heading], style=_OF_CELLS.get(row[heading], "")) for heading in kept))
     return table
 
 
@@ -74,36 +74,35 @@ def speed_table(results: Sequence[MethodResult]) -> Table:
     def spread(speed: Spread) -> str:
         return f"{speed.low:.0f}–{speed.high:.0f}" if speed.low < speed.high else ""  # there was one repeat
 
-    rows = tuple(
-        (
-            result.method.name,
-            verdict_text(result),
-            f"{result.tokens_per_s.median:.1f}",
-            spread(result.tokens_per_s),
-            speedup_text(result),
-            f"{result.tokens_per_pass:.2f}" if result.method.drafts and result.tokens_per_pass else "",
-        )
+    rows = [
+        {
+            "": result.method.name,
+            "same text": verdict_text(result),
+            "tokens/s": f"{result.tokens_per_s.median:.1f}",
+            "spread": spread(result.tokens_per_s),
+            "speedup": speedup_text(result),
+            "tokens a pass": f"{result.tokens_per_pass:.2f}" if result.method.drafts and result.tokens_per_pass else "",
+        }
         for result in results
-    )
-    headings = ("", "same text", "tokens/s", "spread", "speedup", "tokens a pass")
-    return figure_table(headings, rows)
+    ]
+    return figure_table(rows)
 
 
 def cost_table(results: Sequence[MethodResult], price_per_hour: float | None) -> Table:
     """What a reader waits for, in milliseconds, and what it takes."""
-    rows = tuple(
-        (
-            result.method.name,
-            f"{result.first_token_s['p50'] * 1e3:.0f}",
-            *(f"{result.gap_s[each] * 1e3:.0f}" if result.gap_s else "" for each in ("p50", "p95", "p99")),
-            "" if result.peak_bytes is None else f"{result.peak_bytes / GIB:.2f} GiB",
-            "" if result.bytes_over_plain is None else f"{round(result.bytes_over_plain / MIB):+d} MiB",
-            "" if price_per_hour is None else f"{result.price_per_million(price_per_hour):.2f}",
-        )
+    gaps = {"gap": "p50", "95 %": "p95", "99 %": "p99"}
+    rows = [
+        {
+            "": result.method.name,
+            "first": f"{result.first_token_s['p50'] * 1e3:.0f}",
+            **{name: f"{result.gap_s[part] * 1e3:.0f}" if result.gap_s else "" for name, part in gaps.items()},
+            "memory": "" if result.peak_bytes is None else f"{result.peak_bytes / GIB:.2f} GiB",
+            "over plain": "" if result.bytes_over_plain is None else f"{round(result.bytes_over_plain / MIB):+d} MiB",
+            "per 1M": "" if price_per_hour is None else f"{result.price_per_million(price_per_hour):.2f}",
+        }
         for result in results
-    )
-    headings = ("", "first", "gap", "95 %", "99 %", "memory", "over plain", "per 1M")
-    return figure_table(headings, rows)
+    ]
+    return figure_table(rows)
 
 
 def kind_table(results: Sequence[MethodResult]) -> Table:
@@ -115,8 +114,8 @@ def kind_table(results: Sequence[MethodResult]) -> Table:
         return speedup_text(part) + ("" if length is None else f" ({length:.2f})")
 
     kinds = dict.fromkeys(kind for result in drafting for kind in result.by_kind)
-    rows = tuple((kind, *(cell(result.by_kind[kind]) for result in drafting)) for kind in kinds)
-    return figure_table(("kind", *(result.method.name for result in drafting)), rows, wraps=True)
+    rows = [{"kind": kind, **{each.method.name: cell(each.by_kind[kind]) for each in drafting}} for kind in kinds]
+    return figure_table(rows, wraps=True)
 
 
 def conditions_line(result: BenchResult, origin: dict[str, Any]) -> Text:
@@ -183,12 +182,10 @@ def difference_lines(result: MethodResult) -> Iterator[str]:
             f"moves them by {found.rounding:.3g})"
         )
 
-    ties = [(prompt, found) for prompt, found in result.differences.items() if found.kind is Kind.TIE]
-    for prompt, found in result.differences.items():
-        if found.kind is not Kind.TIE:
-            yield f"another text, and not by a tie, {place(prompt, found)}"
-    if ties:
-        widest = place(*max(ties, key=lambda each: each[1].logit_gap))
+    for prompt, found in result.answers_of(Kind.DIFFERENT).items():
+        yield f"another text, and not by a tie, {place(prompt, found)}"
+    if ties := result.answers_of(Kind.TIE):
+        widest = place(*max(ties.items(), key=lambda each: each[1].logit_gap))
         apart = "1 text differs by a tie" if len(ties) == 1 else f"{len(ties)} texts differ by ties"
         which = "" if len(ties) == 1 else "the widest "
         yield f"{apart}, two tokens equally likely within rounding, {which}{widest}"
