@@ -1,7 +1,7 @@
 #!/bin/sh
 # A drafter for Llama 3.1 8B as one 24 GB card serves it: the target in 4 bit writes its own answers, and the drafter
 # learns from the hidden states of the quantised target. Any chat data set will do for prompts; only its user turns
-# are kept. Not yet run on a card of this size: watch the plan that is printed before the first step.
+# are kept. Not yet run on a card of this size: watch how many minutes its bar says are left.
 exec eagle31 train meta-llama/Llama-3.1-8B-Instruct \
   --prompts HuggingFaceH4/ultrachat_200k:train_sft --max-rows 60000 \
   --out llama-3.1-8b-4bit-eagle31 \

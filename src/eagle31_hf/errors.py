@@ -116,7 +116,7 @@ REMOVED_IN_0_2 = {
     "plan --frontier": "plan again with another --context, --draft-tokens or --batch; each takes seconds",
     "--memory FILE": "pass --memory auto, and the options the plan was made with",
     "speculation_loop stock": "leave it at 'auto': our loop, or plain decoding where a target cannot verify drafts",
-    "train --minutes": "the plan tells what a step takes; stop there and choose --max-steps",
+    "train --minutes": "the bar tells how many minutes are left; stop there and choose --max-steps",
     "train --reward": "stage 2 maximises the expected number of accepted drafts; leave the option out",
     "cache_type fp8": "int8 takes the same bytes and comes closer; use cache_type='int8'",
     "target FILE.gguf": "transformers unpacks it to four times its bytes; name the model's folder or Hub id, and "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import signal
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,9 @@ from rich.console import Console
 
 from eagle31_hf.errors import TrainingError
 from eagle31_hf.training.progress import StopRequest, describe_kept, open_folder
-from eagle31_hf.training.report import TrainingPlan, TrainingReport
+from eagle31_hf.training.report import TrainingReport
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.writing import KeptLines
-
-PLAN = TrainingPlan(
-    rows=10, tokens=4000, supervised_tokens=4000, coverage=1.0, tokens_per_step=800, steps=30, done=0, step_s=2.0,
-    measurements=3, measurement_s=50.0, prompts=64, disk_bytes=0,
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -38,7 +32,7 @@ def out(tmp_path: Path) -> Path:
 
 def test_what_is_kept_is_counted(out: Path, tmp_path: Path) -> None:
     assert describe_kept(out) == "2 self-written prompts, 2 answers, stage1 up to step 1,500"
-    (out / "training_report.json").write_text(json.dumps({"plan": asdict(PLAN)}))
+    (out / "training_report.json").write_text(json.dumps({"plan": {"steps": 30}}))
     assert describe_kept(out).endswith("stage1 up to step 1,500, a drafter of 30 steps")
     assert describe_kept(tmp_path / "none") == ""
 
@@ -94,13 +88,3 @@ def test_a_stopped_run_tells_what_it_has_kept(out: Path, number: int, raised: ty
     kept = f"kept in {out}: 2 self-written prompts, 2 answers, stage1 up to step 1,500; go on with the same options and"
     assert console.file.getvalue() == (f"stopped; {kept} --resume\n" if keeps else "stopped; nothing was kept yet\n")
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-# --- the plan ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_plans_minutes_hold_the_measurements() -> None:
-    assert "measured  3 x 64 prompts, about 50 s each\ntime      3.5 minutes" in str(PLAN)
-    rest = str(replace(PLAN, done=15))
-    assert "30 at 2.00 s, 15 of them done" in rest
-    assert "time      3.0 minutes" in rest

@@ -63,6 +63,7 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     assert more.record["stages"][0]["steps"] == 5
     assert len((told.out / "data" / "conversations.jsonl").read_text().splitlines()) == 8, "no answer is written again"
     assert (told.out / "model.safetensors").read_bytes() != weights
+    assert "steps     5, 2 of them done\nmeasured  5 x 2 prompts\n" in console.file.getvalue()
     recorded = json.loads((told.out / "training_report.json").read_text())
     assert recorded["recipe"]["max_steps"] == "5"
     (change,) = recorded["changed"]

@@ -32,6 +32,7 @@ from ..checkpoints import inspect_checkpoint
 from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, count
+from ..memory.plan import size_text
 from ..targets.devices import quick_dtype
 from ..texts.conversations import read_conversations
 from ..texts.rows import Conversation
@@ -41,17 +42,7 @@ from .measure import EvaluationPrompt, KnownTexts, evaluation_prompts, served_pr
 from .objectives import AcceptanceModel, DistillationModel, require_stage_two
 from .preparation import is_small, load_target, make_drafter, precision_of_result, resolve, set_vocabulary, split_rows
 from .progress import Counting, LiveProgress, StopRequest, is_first_process, open_folder, say
-from .report import (
-    Recipes,
-    TrainingPlan,
-    TrainingReport,
-    differences,
-    make_record,
-    read_report,
-    recipe_of,
-    time_measurement,
-    time_step,
-)
+from .report import Recipes, TrainingReport, differences, make_record, read_report, recipe_of
 from .self_prompts import self_prompt_count, write_prompts
 from .settings import TrainingSettings
 from .trainer import RECIPES_FILE, DistillationTrainer, by_category, last_checkpoint, step_of
@@ -150,9 +141,7 @@ class Run:
             drafter, steps=settings.ttt_steps, gradient_checkpointing=settings.gradient_checkpointing
         )
         known = self._known_texts(drafter, prompts)
-        with self.console.status("timing a step and a measurement"):
-            plan = self._plan(model, dataset, counts, known, len(prompts), steps)
-        say(self.console, str(plan))
+        plan = self._plan(model, dataset, counts, len(prompts), steps)
         stage = self._train(model, dataset, known, plan)
         report = TrainingReport(settings.out, make_record(plan, stage, settings, self.recipes))
         self._write(drafter, report)
@@ -269,39 +258,37 @@ class Run:
     # --- planning ------------------------------------------------------------------------------------------------
 
     def _plan(
-        self,
-        model: DistillationModel,
-        dataset: PackedDocuments,
-        counts: Tensor,
-        known: list[KnownTexts],
-        prompts: int,
-        steps: int,
-    ) -> TrainingPlan:
-        """Figures of the run, from one step and one measured text.
+        self, model: DistillationModel, dataset: PackedDocuments, counts: Tensor, prompts: int, steps: int
+    ) -> dict[str, Any]:
+        """Say what the run does; its figures for the record.
 
         Args:
             counts: how often each token is learned, `(V,)`.
+            prompts: that acceptance is measured on.
         """
-        settings = self.settings
-        checkpoint = 12 * sum(each.numel() for each in model.parameters())  # float32, and two moments
-        batch = [dataset[index % len(dataset)] for index in range(settings.batch_rows)]
         tokens = sum(len(document.input_ids) for document in dataset.documents)
+        learned, covered = int(counts.sum()), share_covered(counts, model.drafter.draft_ids)
         done = 0 if self.checkpoint is None else step_of(self.checkpoint)
-        return TrainingPlan(
-            rows=len(dataset),
-            tokens=tokens,
-            supervised_tokens=int(counts.sum()),
-            coverage=share_covered(counts, model.drafter.draft_ids),
-            tokens_per_step=tokens / len(dataset) * self._rows_per_step,
-            steps=steps,
-            done=done,
-            step_s=settings.accumulate * time_step(model, batch, bf16=self.bf16),
-            # of the best drafter, too: at the end, and where a run is gone on with
-            measurements=math.ceil((steps - done) / settings.eval_steps) + 1 + (done > 0),
-            measurement_s=time_measurement(model.drafter, known),
-            prompts=prompts,
-            disk_bytes=KEPT_CHECKPOINTS * checkpoint,
+        # of the best drafter, too: at the end, and where a run is gone on with
+        measurements = math.ceil((steps - done) / self.settings.eval_steps) + 1 + (done > 0)
+        checkpoint = 12 * sum(each.numel() for each in model.parameters())  # bytes: float32, and two moments
+        lines = (
+            f"data      {count(tokens, 'token')} in {count(len(dataset), 'row')}",
+            f"learned   {count(learned, 'token')}, {covered:.2%} of them can be drafted",
+            f"steps     {steps:,}" + f", {done:,} of them done" * (done > 0),
+            f"measured  {measurements} x {count(prompts, 'prompt')}",
+            f"disk      {size_text(KEPT_CHECKPOINTS * checkpoint)}",
         )
+        say(self.console, "\n".join(lines))
+        return {
+            "rows": len(dataset),
+            "tokens": tokens,
+            "supervised_tokens": learned,
+            "coverage": covered,
+            "tokens_per_step": tokens / len(dataset) * self._rows_per_step,
+            "steps": steps,
+            "prompts": prompts,
+        }
 
     @property
     def _rows_per_step(self) -> int:
@@ -310,14 +297,14 @@ class Run:
     # --- training ------------------------------------------------------------------------------------------------
 
     def _train(
-        self, model: DistillationModel, dataset: PackedDocuments, known: list[KnownTexts], plan: TrainingPlan
+        self, model: DistillationModel, dataset: PackedDocuments, known: list[KnownTexts], plan: dict[str, Any]
     ) -> dict[str, Any]:
         """Train from where an earlier run was left; what the record says of it."""
-        counting = Counting(self.console, "training", plan.steps)
+        counting = Counting(self.console, "training", plan["steps"])
         patience = EarlyStoppingCallback(early_stopping_patience=PATIENCE)
         callbacks = [LiveProgress(self.console, counting), self.stop, patience]
         trainer = DistillationTrainer(
-            model, self._arguments(plan.steps), dataset, known=known, recipes=self.recipes, callbacks=callbacks
+            model, self._arguments(plan["steps"]), dataset, known=known, recipes=self.recipes, callbacks=callbacks
         )
         trainer.remove_callback(PrinterCallback)  # its lines would tear ours apart
         with counting:
@@ -335,7 +322,7 @@ class Run:
             "curve": [
                 {
                     "step": entry["step"],
-                    "tokens": round(entry["step"] * plan.tokens_per_step),
+                    "tokens": round(entry["step"] * plan["tokens_per_step"]),
                     "acceptance_length": entry["eval_acceptance_length"],
                 }
                 for entry in state.log_history
