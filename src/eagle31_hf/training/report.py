@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ class TrainingReport:
 
     Attributes:
         folder: of the drafter.
-        record: what `training_report.json` there holds. `plan` says of how many `steps` and `tokens` (in packed `rows`)
-            it was made. Its one entry of `stages` has `name`, optimiser `steps` done,
+        record: what `training_report.json` there holds. `plan` says how many `steps` were asked for, and how many
+            `tokens` in how many packed `rows` there are. Its one entry of `stages` has `name`, optimiser `steps` done,
             the last training `loss`, `acceptance` by kind of prompt (fields of `stats.Acceptance` and their
             `acceptance_length`), and a `curve` of `step`, `tokens` seen and `acceptance_length` while it learned.
     """
@@ -69,10 +68,6 @@ def read_report(folder: Path) -> TrainingReport | None:
 # --- the record -------------------------------------------------------------------------------------------------------
 
 
-Recipes = list[list[Any]]
-"""What the steps of a run are done with: from behind which step on, and the options that decide what is learned."""
-
-
 def recipe_of(settings: TrainingSettings) -> dict[str, str]:
     """The options that decide what is learned, with the names others know texts by."""
     recipe = {}
@@ -90,20 +85,16 @@ def differences(before: dict[str, str], now: dict[str, str]) -> str:
 
 
 def make_record(
-    plan: dict[str, Any], stage: dict[str, Any], settings: TrainingSettings, recipes: Recipes
+    plan: dict[str, Any], stage: dict[str, Any], settings: TrainingSettings, recipe: dict[str, Any]
 ) -> dict[str, Any]:
-    """Facts and figures of a run with resolved settings."""
-    changed = [
-        f"from step {step + 1:,} on {differences(before, now)}" for (_, before), (step, now) in pairwise(recipes)
-    ]
+    """Facts and figures of a run with resolved settings, whose `recipe` and its changes stand in it as they are."""
     return {
         "target": settings.target_id or published_name(settings.target),
         "license": settings.license,
         "data": [published_name(source) for source in settings.prompts],
-        "recipe": recipes[-1][1],
-        "changed": changed,
+        **recipe,
         "conditions": (
-            f"{count(plan["prompts"], 'held-out prompt')}, greedy, chain of {DRAFT_TOKENS} draft tokens along the "
+            f"{count(plan['prompts'], 'held-out prompt')}, greedy, chain of {DRAFT_TOKENS} draft tokens along the "
             f"target's own texts of at most {count(settings.eval_new_tokens, 'token')}; prefill not counted."
         ),
         "versions": {"eagle31-hf": __version__} | {name: version(name) for name in ("torch", "transformers")},

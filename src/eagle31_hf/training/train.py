@@ -42,10 +42,10 @@ from .measure import EvaluationPrompt, KnownTexts, evaluation_prompts, served_pr
 from .objectives import AcceptanceModel, DistillationModel, require_stage_two
 from .preparation import is_small, load_target, make_drafter, precision_of_result, resolve, set_vocabulary, split_rows
 from .progress import Counting, LiveProgress, StopRequest, is_first_process, open_folder, say
-from .report import Recipes, TrainingReport, differences, make_record, read_report, recipe_of
+from .report import TrainingReport, differences, make_record, read_report, recipe_of
 from .self_prompts import self_prompt_count, write_prompts
 from .settings import TrainingSettings
-from .trainer import RECIPES_FILE, DistillationTrainer, by_category, last_checkpoint, step_of
+from .trainer import RECIPE_FILE, DistillationTrainer, by_category, last_checkpoint, step_of
 from .writing import data_file, regenerate
 
 __all__ = ["TrainingReport", "TrainingSettings", "train_drafter"]
@@ -118,7 +118,7 @@ class Run:
         # Who has written its share waits for the slowest: hours, where a large target writes long answers.
         self.processes = PartialState(cpu=target.device.type == "cpu", timeout=timedelta(days=1))
         self.rank = self.processes.process_index
-        self.recipes = self._recipes()
+        self.recipe = self._recipe()
 
     def execute(self) -> TrainingReport:
         settings = self.settings
@@ -143,20 +143,20 @@ class Run:
         known = self._known_texts(drafter, prompts)
         plan = self._plan(model, dataset, counts, len(prompts), steps)
         stage = self._train(model, dataset, known, plan)
-        report = TrainingReport(settings.out, make_record(plan, stage, settings, self.recipes))
+        report = TrainingReport(settings.out, make_record(plan, stage, settings, self.recipe))
         self._write(drafter, report)
         return report
 
-    def _recipes(self) -> Recipes:
-        """What the steps are done with: those of the checkpoint it goes on from, and its own."""
-        recipe = recipe_of(self.settings)
-        if self.checkpoint is None or not (file := self.checkpoint / RECIPES_FILE).exists():  # of an earlier version
-            return [[0, recipe]]
-        recipes: Recipes = json.loads(file.read_text(encoding="utf-8"))
-        if changed := differences(recipes[-1][1], recipe):
-            say(self.console, f"changed   {changed}")
-            recipes.append([step_of(self.checkpoint), recipe])
-        return recipes
+    def _recipe(self) -> dict[str, Any]:
+        """The options that decide what is learned, and which of them have `changed` since the first step."""
+        recipe, changed = recipe_of(self.settings), []
+        if self.checkpoint is not None and (file := self.checkpoint / RECIPE_FILE).exists():  # else of an older version
+            earlier = json.loads(file.read_text(encoding="utf-8"))
+            changed = earlier["changed"]
+            if others := differences(earlier["recipe"], recipe):
+                say(self.console, f"changed   {others}")
+                changed.append(f"from step {step_of(self.checkpoint) + 1:,} on {others}")
+        return {"recipe": recipe, "changed": changed}
 
     def _finished(self, steps: int | None) -> TrainingReport | None:
         """What an earlier run made that did so many steps."""
@@ -304,7 +304,7 @@ class Run:
         patience = EarlyStoppingCallback(early_stopping_patience=PATIENCE)
         callbacks = [LiveProgress(self.console, counting), self.stop, patience]
         trainer = DistillationTrainer(
-            model, self._arguments(plan["steps"]), dataset, known=known, recipes=self.recipes, callbacks=callbacks
+            model, self._arguments(plan["steps"]), dataset, known=known, recipe=self.recipe, callbacks=callbacks
         )
         trainer.remove_callback(PrinterCallback)  # its lines would tear ours apart
         with counting:

@@ -35,8 +35,8 @@ from .objectives import DistillationModel, Losses
 
 DRAFT_TOKENS = 5
 """Of a round where acceptance is measured."""
-RECIPES_FILE = "recipes.json"
-"""In a checkpoint: what its steps were done with (`report.Recipes`)."""
+RECIPE_FILE = "recipe.json"
+"""In a checkpoint: the options that its steps were done with, and which of them changed when (`train.Run`)."""
 
 
 class DistillationTrainer(Trainer):
@@ -46,7 +46,7 @@ class DistillationTrainer(Trainer):
         args: of `transformers`; acceptance is measured every `args.eval_steps`.
         train_dataset: packed rows.
         known: texts of the held-out prompts that acceptance is measured on, those of this process; greedy ones first.
-        recipes: what the steps are done with, for the run that goes on from a checkpoint.
+        recipe: what the steps are done with, for the run that goes on from a checkpoint.
     """
 
     model: DistillationModel
@@ -58,10 +58,10 @@ class DistillationTrainer(Trainer):
         train_dataset: Any,
         *,
         known: Sequence[KnownTexts],
-        recipes: Sequence[Any] = (),
+        recipe: dict[str, Any] | None = None,
         callbacks: list[Any] | None = None,
     ):
-        self.known, self.recipes = known, recipes
+        self.known, self.recipe = known, recipe
         self._running: Any = Counter()  # figures since the last log, summed
         super().__init__(
             model=model,
@@ -165,7 +165,7 @@ class DistillationTrainer(Trainer):
         assert state_dict is None, "a drafter is never sharded: every process holds all of it"
         folder = Path(output_dir or str(self.args.output_dir))
         write_checkpoint(self.model.drafter.to_checkpoint(), folder)
-        (folder / RECIPES_FILE).write_text(json.dumps(self.recipes), encoding="utf-8")
+        (folder / RECIPE_FILE).write_text(json.dumps(self.recipe), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As `Trainer`, at this run's learning rates: a checkpoint brings those of the run that wrote it."""
