@@ -49,8 +49,8 @@ def kept_texts(
     for (kind, prompts), temperature in product(openings.items(), (0.0, 1.0)):
         asked = [EvaluationPrompt(ids, kind) for ids in prompts]
         texts = write_texts(drafters["trained"].binding, asked, temperature, max_new_tokens=new_tokens)
-        for (name, drafter), known in product(drafters.items(), texts.texts):
-            chains = chains_along(drafter, known, texts, LONGEST)
+        for (name, drafter), known in product(drafters.items(), texts):
+            chains = chains_along(drafter, known, LONGEST)
             made = {"kind": kind, "temperature": temperature, "drafter": name}
             yield made | as_row(known.text.ids.tolist(), known.text.prompt_length + 1, chains)
 

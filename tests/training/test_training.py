@@ -42,7 +42,7 @@ def make_trainer(folder: Path, *, steps: int, batch: int = 2, accumulate: int = 
         DistillationModel(drafter, steps=3),
         args,
         PackedDocuments(make_documents(30), ROW, seed=0),
-        known=[write_texts(drafter.binding, prompts, warmth, max_new_tokens=8) for warmth in (0.0, 1.0)],
+        known={warmth: write_texts(drafter.binding, prompts, warmth, max_new_tokens=8) for warmth in (0.0, 1.0)},
     )
 
 

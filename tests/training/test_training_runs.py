@@ -128,10 +128,10 @@ def test_texts_to_measure_on_are_greedy_ones_and_those_that_are_served(
     log = io.StringIO()
     run = run_of(training("x.jsonl", tmp_path), target, tokenizer, log)
     prompts = [EvaluationPrompt([1, 5, 9], "a"), EvaluationPrompt([1, 7, 8, 4], "b")]
-    assert [texts.temperature for texts in run._known_texts(drafter, prompts)] == [0.0, 1.0]
+    assert list(run._known_texts(drafter, prompts)) == [0.0, 1.0]
     run.settings = replace(run.settings, temperature=(0.7,))
     monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.3)
-    assert [texts.temperature for texts in run._known_texts(drafter, prompts)] == [0.0, 0.7]
+    assert list(run._known_texts(drafter, prompts)) == [0.0, 0.7]
     assert "without what looks at the text (of RepetitionPenaltyLogitsProcessor" in log.getvalue()
 
 

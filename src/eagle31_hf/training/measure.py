@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from statistics import geometric_mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,26 +61,18 @@ def evaluation_prompts(
 
 @dataclass(frozen=True)
 class KnownText:
-    """A text the target wrote, as it is served."""
+    """A text of at least two tokens that the target wrote, as it is served at one temperature."""
 
     text: TargetText  # with the hidden states of the layers that drafters read
     category: str  # of its prompt
+    warping: DraftWarping  # what turns scores into the distribution that is served
+    is_cut: bool  # whether it has as many tokens as were allowed: the last one is the target's own
     noise: Callable[[], Tensor] | None = None  # makes the noise `(n, V)` it was sampled by again; `None`: it is greedy
 
     @property
     def num_rounds_tokens(self) -> int:
         """Tokens written in rounds: all but the first, `n - 1`."""
         return len(self.text.ids) - self.text.prompt_length - 1
-
-
-@dataclass(frozen=True)
-class KnownTexts:
-    """Texts of one temperature."""
-
-    temperature: float  # 0 is greedy
-    warping: DraftWarping  # what turns scores into the distribution that is served
-    max_new_tokens: int  # most tokens of a text
-    texts: tuple[KnownText, ...]  # of at least two written tokens each
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -122,13 +113,14 @@ def write_texts(
     seed: int = 0,
     batch_size: int = 16,
     on_progress: OnProgress = lambda ended, underway: None,
-) -> KnownTexts:
+) -> list[KnownText]:
     """Let the target answer `prompts` without a drafter, and read its answers once.
 
     Args:
         binding: of the target; its drafter's layers are kept.
         seed: of what is drawn.
     """
+    warping = served_warping(binding.model, temperature)
     ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))  # so that little of a batch is padding
     texts: list[KnownText] = []
     for first in range(0, len(ordered), batch_size):
@@ -147,10 +139,11 @@ def write_texts(
             if len(answer) > 1:
                 sampled = (seed + first, len(batch), row, len(answer))
                 noise = partial(_noise, binding, *sampled) if temperature > 0 else None
-                texts.append(KnownText(_read(binding, prompt.input_ids, answer), prompt.category, noise))
+                text, is_cut = _read(binding, prompt.input_ids, answer), len(answer) == max_new_tokens
+                texts.append(KnownText(text, prompt.category, warping, is_cut, noise))
     if not texts:
         raise ConfigurationError(f"the target ends its text at once behind all {len(prompts)} prompts; give others")
-    return KnownTexts(temperature, served_warping(binding.model, temperature), max_new_tokens, tuple(texts))
+    return texts
 
 
 def _noise(binding: TargetBinding, seed: int, rows: int, row: int, count: int) -> Tensor:
@@ -171,53 +164,43 @@ def _read(binding: TargetBinding, prompt: list[int], answer: list[int]) -> Targe
 # --- drafting ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class TextRounds(Acceptance):
-    """The rounds of one text, by chains of `K` drafts."""
-
-    category: str = ""  # of its prompt
-
-
 @torch.no_grad()
-def rounds_of(drafter: Eagle31Drafter, texts: KnownTexts, depth: int) -> list[TextRounds]:
-    """What each text takes with an attached drafter that drafts chains of `depth`."""
+def acceptance_along(drafter: Eagle31Drafter, texts: Sequence[KnownText], depth: int) -> dict[str, Acceptance]:
+    """What an attached drafter that drafts chains of `depth` gets accepted along these texts, by kind of prompt."""
+    kinds: dict[str, Acceptance] = {}
     was_training = drafter.training
     drafter.eval()
     try:
-        return [_rounds(drafter, known, texts, depth) for known in texts.texts]
+        for known in texts:
+            rounds = _rounds(chains_along(drafter, known, depth), known.num_rounds_tokens)
+            kinds[known.category] = Acceptance.of((kinds.get(known.category), rounds))
     finally:
         drafter.train(was_training)
+    return kinds
 
 
-def _rounds(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth: int) -> TextRounds:
-    chains = chains_along(drafter, known, texts, depth)
-    roots = chains.roots()
-    drafted_at = chains.inside[roots].sum(0).tolist()
-    accepted_at = (chains.kept[roots][:, None] > torch.arange(depth)).sum(0).tolist()
-    accepted = known.num_rounds_tokens - len(roots)
-    return TextRounds(len(roots), sum(drafted_at), accepted, drafted_at, accepted_at, known.category)
-
-
-@dataclass(frozen=True)
-class KnownChains:
+class KnownChains(NamedTuple):
     """Chains of `K` drafts behind each of a text's `T` tokens that may be a round's root."""
 
     kept: Tensor  # `(T,)` drafts that a round which begins there keeps
     inside: Tensor  # `(T, K)` whether the text goes on so far
     sure: Tensor  # `(T, K)` the largest probability at each level, behind the text's own tokens
 
-    def roots(self) -> list[int]:
-        """Where rounds begin that draft whole chains, one after the other."""
-        found, place, kept = [], 0, self.kept.tolist()
-        while place < len(kept):
-            found.append(place)
-            place += kept[place] + 1
-        return found
+
+def _rounds(chains: KnownChains, tokens: int) -> Acceptance:
+    """Rounds that draft whole chains, one after the other, and write so many `tokens`."""
+    roots, place, kept = [], 0, chains.kept.tolist()
+    while place < len(kept):
+        roots.append(place)
+        place += kept[place] + 1
+    drafted_at = chains.inside[roots].sum(0).tolist()
+    accepted_at = (chains.kept[roots][:, None] > torch.arange(chains.inside.shape[1])).sum(0).tolist()
+    return Acceptance(len(roots), sum(drafted_at), tokens - len(roots), drafted_at, accepted_at)
 
 
 @torch.no_grad()
-def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth: int) -> KnownChains:
-    """What chains of `depth` drafts of an attached drafter in evaluation mode come to along one of `texts`."""
+def chains_along(drafter: Eagle31Drafter, known: KnownText, depth: int) -> KnownChains:
+    """What chains of `depth` drafts of an attached drafter in evaluation mode come to along a text."""
     text, count = known.text, known.num_rounds_tokens  # roots y_0 .. y_{n-2}
     starts = torch.arange(text.prompt_length - 1, text.prompt_length - 1 + count)
     row_of = rows_of_ids(drafter)
@@ -225,7 +208,7 @@ def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, d
     right, sure = [], []
     for step, draft in enumerate(drafts_along(drafter, text, starts, depth)):
         wanted = row_of[draft.truth]
-        scores = texts.warping(draft.logits)
+        scores = known.warping(draft.logits)
         if noise is not None:  # of y_1, y_2, ...; behind the text's end, where nothing is kept, the last
             own = noise[torch.arange(1 + step, 1 + step + count).clamp(max=len(noise) - 1)]
             drawn = slice(scores.shape[-1]) if drafter.draft_ids is None else drafter.draft_ids
@@ -234,14 +217,6 @@ def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, d
         right.append((argmax(probs) == wanted).cpu())
         sure.append(probs.amax(-1).cpu())
     place = torch.arange(count)[:, None] + torch.arange(depth)  # which of y_1, y_2, ... each draft answers for
-    inside = place < min(count, texts.max_new_tokens - 2)  # the last token of a text cut short is the target's own
+    inside = place < count - known.is_cut
     kept = (torch.stack(right, 1) & inside).long().cumprod(1).sum(1)
     return KnownChains(kept, inside, torch.stack(sure, 1))
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
-def served_length(by_temperature: Sequence[Sequence[Acceptance]]) -> float:
-    """Geometric mean of the acceptance lengths at several temperatures: each counts by its own scale."""
-    return geometric_mean(Acceptance.of(rounds).acceptance_length for rounds in by_temperature)

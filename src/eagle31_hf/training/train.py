@@ -38,14 +38,14 @@ from ..texts.conversations import read_conversations
 from ..texts.rows import Conversation
 from .data import Document, PackedDocuments, build_vocabulary, count_supervised, render_documents
 from .data import coverage as share_covered
-from .measure import EvaluationPrompt, KnownTexts, evaluation_prompts, served_processing, write_texts
+from .measure import EvaluationPrompt, KnownText, evaluation_prompts, served_processing, write_texts
 from .objectives import AcceptanceModel, DistillationModel, require_stage_two
 from .preparation import is_small, load_target, make_drafter, precision_of_result, resolve, set_vocabulary, split_rows
 from .progress import Counting, LiveProgress, StopRequest, is_first_process, open_folder, say
 from .report import TrainingReport, differences, make_record, read_report, recipe_of
 from .self_prompts import self_prompt_count, write_prompts
 from .settings import TrainingSettings
-from .trainer import RECIPE_FILE, DistillationTrainer, by_category, last_checkpoint, step_of
+from .trainer import RECIPE_FILE, DistillationTrainer, last_checkpoint, step_of
 from .writing import data_file, regenerate
 
 __all__ = ["TrainingReport", "TrainingSettings", "train_drafter"]
@@ -238,7 +238,7 @@ class Run:
         """Those that this process writes for."""
         return items[self.rank :: self.processes.num_processes]
 
-    def _known_texts(self, drafter: Eagle31Drafter, prompts: list[EvaluationPrompt]) -> list[KnownTexts]:
+    def _known_texts(self, drafter: Eagle31Drafter, prompts: list[EvaluationPrompt]) -> dict[float, list[KnownText]]:
         """This process's share of the texts by which drafters are measured: greedy ones, and of what is served."""
         mine = self._share(prompts)
         temperatures = tuple(dict.fromkeys((0.0, *self.settings.temperature)))
@@ -247,13 +247,13 @@ class Run:
             names = ", ".join(type(processor).__name__ for processor in served.processors)
             say(self.console, f"acceptance is measured on texts without what looks at the text (of {names})")
         with Counting(self.console, "the target writes held-out answers", len(temperatures) * len(mine)) as counting:
-            return [
-                write_texts(
+            return {
+                temperature: write_texts(
                     drafter.binding, mine, temperature, max_new_tokens=self.settings.eval_new_tokens,
                     seed=self.settings.seed + self.rank, on_progress=counting.advance,
                 )
                 for temperature in temperatures
-            ]  # fmt: skip
+            }  # fmt: skip
 
     # --- planning ------------------------------------------------------------------------------------------------
 
@@ -297,7 +297,11 @@ class Run:
     # --- training ------------------------------------------------------------------------------------------------
 
     def _train(
-        self, model: DistillationModel, dataset: PackedDocuments, known: list[KnownTexts], plan: dict[str, Any]
+        self,
+        model: DistillationModel,
+        dataset: PackedDocuments,
+        known: dict[float, list[KnownText]],
+        plan: dict[str, Any],
     ) -> dict[str, Any]:
         """Train from where an earlier run was left; what the record says of it."""
         counting = Counting(self.console, "training", plan["steps"])
@@ -310,7 +314,7 @@ class Run:
         with counting:
             outcome = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         state = trainer.state
-        acceptance = by_category(trainer.measure()[0])  # of the best drafter, which training ends with
+        acceptance = trainer.measure()[0.0]  # of the best drafter, which training ends with
         return {
             "name": self.stage,
             "steps": state.global_step,

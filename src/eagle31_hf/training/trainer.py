@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from ..errors import CheckpointError, CheckpointFormatError, TrainingError, firs
 from ..stats import Acceptance
 from ..targets.devices import quick_dtype
 from .data import PackedBatch
-from .measure import KnownTexts, TextRounds, rounds_of, served_length
+from .measure import KnownText, acceptance_along
 from .objectives import DistillationModel, Losses
 
 DRAFT_TOKENS = 5
@@ -45,7 +46,7 @@ class DistillationTrainer(Trainer):
     Args:
         args: of `transformers`; acceptance is measured every `args.eval_steps`.
         train_dataset: packed rows.
-        known: texts of the held-out prompts that acceptance is measured on, those of this process; greedy ones first.
+        known: by temperature, texts of the held-out prompts that acceptance is measured on, those of this process.
         recipe: what the steps are done with, for the run that goes on from a checkpoint.
     """
 
@@ -57,7 +58,7 @@ class DistillationTrainer(Trainer):
         args: TrainingArguments,
         train_dataset: Any,
         *,
-        known: Sequence[KnownTexts],
+        known: dict[float, list[KnownText]],
         recipe: dict[str, Any] | None = None,
         callbacks: list[Any] | None = None,
     ):
@@ -67,7 +68,7 @@ class DistillationTrainer(Trainer):
             model=model,
             args=args,
             train_dataset=train_dataset,
-            eval_dataset=list(known),
+            eval_dataset=list(known.values()),
             data_collator=default_collate,
             callbacks=callbacks,
             optimizers=(MuonWithAdamW(model, lr=args.learning_rate), None),
@@ -120,26 +121,26 @@ class DistillationTrainer(Trainer):
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Acceptance on known texts: of greedy ones by position and category; at each temperature its length."""
-        rounds = self.measure()
-        greedy = Acceptance.of(rounds[0])
+        measured = self.measure()
+        greedy = Acceptance.of(measured[0.0].values())
+        lengths = served_lengths(measured)
         figures = {
             "acceptance_length": greedy.acceptance_length,
             **{f"acceptance_at_{position}": value for position, value in enumerate(greedy.cumulative_acceptance, 1)},
-            **{f"acceptance_length_{kind}": each.acceptance_length for kind, each in by_category(rounds[0]).items()},
-            "served_length": served_length(rounds),
+            **{f"acceptance_length_{kind}": counts.acceptance_length for kind, counts in measured[0.0].items()},
+            **{f"served_length_at_{temperature:g}": length for temperature, length in lengths.items()},
+            "served_length": geometric_mean(lengths.values()),
         }
-        for texts, each in zip(self.known, rounds, strict=True):
-            figures[f"served_length_at_{texts.temperature:g}"] = Acceptance.of(each).acceptance_length
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def measure(self) -> list[list[TextRounds]]:
-        """Rounds by temperature, of the texts of all processes; the same on each."""
-        mine = [rounds_of(self.model.drafter, texts, DRAFT_TOKENS) for texts in self.known]
+    def measure(self) -> dict[float, dict[str, Acceptance]]:
+        """Counts by temperature and kind of prompt, of the texts of all processes; the same on each."""
+        mine = {key: acceptance_along(self.model.drafter, texts, DRAFT_TOKENS) for key, texts in self.known.items()}
         gathered = gather_object([mine])
-        return [[text for rounds in of_one for text in rounds] for of_one in zip(*gathered, strict=True)]
+        return {key: _together([each[key] for each in gathered]) for key in mine}
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class DistillationTrainer(Trainer):
         best = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
         if checkpoint is not None and best.is_dir():
             copy_weights(best, self.model.drafter)
-            self.state.best_metric = served_length(self.measure())
+            self.state.best_metric = geometric_mean(served_lengths(self.measure()).values())
             copy_weights(Path(checkpoint), self.model.drafter)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -194,10 +195,15 @@ class DistillationTrainer(Trainer):
         copy_weights(Path(str(self.state.best_model_checkpoint)), self.model.drafter)
 
 
-def by_category(rounds: Sequence[TextRounds]) -> dict[str, Acceptance]:
-    """Counts of each kind of prompt."""
-    kinds = sorted({text.category for text in rounds})
-    return {kind: Acceptance.of(text for text in rounds if text.category == kind) for kind in kinds}
+def _together(several: Sequence[dict[str, Acceptance]]) -> dict[str, Acceptance]:
+    """The counts of each kind of prompt, summed."""
+    kinds = sorted({kind for each in several for kind in each})
+    return {kind: Acceptance.of(each.get(kind) for each in several) for kind in kinds}
+
+
+def served_lengths(measured: dict[float, dict[str, Acceptance]]) -> dict[float, float]:
+    """Acceptance length at each temperature; a checkpoint is chosen by their geometric mean, each by its own scale."""
+    return {temperature: Acceptance.of(kinds.values()).acceptance_length for temperature, kinds in measured.items()}
 
 
 def copy_weights(folder: Path, drafter: Eagle31Drafter) -> None:
