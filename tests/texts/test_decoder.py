@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle31_hf.texts.decoder import IncrementalDecoder, TokenTexts
+from eagle31_hf.texts.decoder import IncrementalDecoder
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +39,14 @@ def test_a_text_begins_with_the_space_that_its_first_word_has(sentencepiece):
 
 def test_tokens_have_their_own_spaces_and_whole_characters(sentencepiece):
     prompt = ids_of(sentencepiece, "<s>", "▁Once")
-    texts = TokenTexts(sentencepiece, prompt)
+    texts = IncrementalDecoder(sentencepiece, prompt=prompt, skip_special_tokens=False)
     accent = ids_of(sentencepiece, *(f"<0x{byte:02X}>" for byte in "中".encode()))
     words = [*ids_of(sentencepiece, "▁upon", "▁a"), *accent, *ids_of(sentencepiece, "s", "</s>")]
-    assert texts.of(words[1]) == " a", "what may come next is told the same way"
+    assert texts.peek(words[1]) == " a", "what may come next is told the same way"
     offsets, told = [], []
     for word in words:
         offsets.append(texts.length)
-        told.append(texts.add(word))
+        told.append(texts.feed(word))
     assert told == [" upon", " a", "", "", "中", "s", "</s>"]
     assert offsets == [0, 5, 7, 7, 7, 8, 9]
 
@@ -77,12 +77,10 @@ def test_each_character_belongs_to_one_token(made_by, request):
         whole = tokenizer.decode(everything)
         unfinished = next(n for n in range(4) if not tokenizer.decode(everything[: cut - n]).endswith("\ufffd"))
         wanted = whole[len(tokenizer.decode(everything[: cut - unfinished])) :]
-        texts = TokenTexts(tokenizer, everything[:cut])
-        told = "".join(texts.add(token) for token in everything[cut:])
         decoder = IncrementalDecoder(tokenizer, prompt=everything[:cut])
         shown = "".join(decoder.feed(token) for token in everything[cut:])
-        assert told == shown == wanted
-        assert texts.length == len(wanted)
+        assert shown == wanted
+        assert decoder.length == len(wanted)
 
     check()
 

@@ -18,7 +18,7 @@ import regex  # transformers' parser matches with it
 from transformers import PreTrainedTokenizerBase
 
 from ..texts.answer_forms import AnswerForm, Template, with_types
-from ..texts.decoder import TokenTexts
+from ..texts.decoder import IncrementalDecoder
 from .bodies import AnyBody, ChatBody, CompletionBody
 from .text import Event, Request, TokenLogprob, Usage
 
@@ -352,7 +352,7 @@ class _ChatChoice:
         self._index, self._body, self._call_id = index, body, form.call_id
         is_forced = bool(body.forced)
         self._parser = AnswerParser(tokenizer, form, text.prompt, body.offered, is_forced=is_forced)
-        self._tokens = TokenTexts(tokenizer, text.prompt)
+        self._tokens = IncrementalDecoder(tokenizer, prompt=text.prompt, skip_special_tokens=False)
         self._calls_before, self._calls = sum(len(message.tool_calls or ()) for message in body.messages), 0
         self.opening = self._piece({"role": "assistant", "content": ""})
 
@@ -393,12 +393,12 @@ class _ChatChoice:
         return pieces | {"message": message}
 
 
-def _chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> list[Fields]:
+def _chat_logprobs(texts: IncrementalDecoder, logprobs: Sequence[TokenLogprob]) -> list[Fields]:
     """Of tokens that come next in a text."""
     told = []
     for each in logprobs:
-        others = [_token_logprob(texts.of(token), value) for token, value in each.top]
-        told.append({**_token_logprob(texts.add(each.token), each.logprob), "top_logprobs": others})
+        others = [_token_logprob(texts.peek(token), value) for token, value in each.top]
+        told.append({**_token_logprob(texts.feed(each.token), each.logprob), "top_logprobs": others})
     return told
 
 
@@ -421,7 +421,8 @@ class _CompletionChoice:
 
     def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, text: Request):
         self._index, self._tokenizer, self._prompt = index, tokenizer, text.prompt
-        self._tokens, self._echoed = TokenTexts(tokenizer, text.prompt), ""
+        self._tokens = IncrementalDecoder(tokenizer, prompt=text.prompt, skip_special_tokens=False)
+        self._echoed = ""
         self._tells_logprobs, self.opening = body.logprobs is not None, Fields()
         if body.echo:
             prompt = body.prompts[index // body.n]
@@ -446,16 +447,16 @@ class _CompletionChoice:
         return pieces
 
 
-def _completion_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> Fields:
+def _completion_logprobs(texts: IncrementalDecoder, logprobs: Sequence[TokenLogprob]) -> Fields:
     """Of tokens that come next in a text; offsets count from its first character."""
     told: Fields = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for each in logprobs:
         others: dict[str, float] = {}
         for token, value in each.top:  # the likeliest first; parts of characters have no text and share a name
-            others.setdefault(texts.of(token), _finite(value))
+            others.setdefault(texts.peek(token), _finite(value))
         told["top_logprobs"].append(others)
         told["text_offset"].append(texts.length)
-        told["tokens"].append(texts.add(each.token))
+        told["tokens"].append(texts.feed(each.token))
         told["token_logprobs"].append(_finite(each.logprob))
     return told
 
@@ -464,7 +465,8 @@ def _prompt_logprobs(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], echoed: str
 ) -> Fields:
     """Of a prompt's tokens, of which the first follows nothing; offsets count within the text that is echoed."""
-    told = _completion_logprobs(TokenTexts(tokenizer, ()), [TokenLogprob(prompt[0], 0.0), *logprobs])
+    texts = IncrementalDecoder(tokenizer, skip_special_tokens=False)
+    told = _completion_logprobs(texts, [TokenLogprob(prompt[0], 0.0), *logprobs])
     told["token_logprobs"][0] = told["top_logprobs"][0] = None
     whole = "".join(told["tokens"])
     before = len(whole) - len(echoed) if whole.endswith(echoed) else 0  # what the tokenizer begins texts with

@@ -25,6 +25,9 @@ class IncrementalDecoder:
         prompt: ids that the text goes on from, so that its first word has its leading space, and a character that the
             prompt begins is completed; empty where it stands by itself.
         marks: special tokens that are shown all the same.
+
+    Attributes:
+        length: characters that `feed` has given out.
     """
 
     def __init__(
@@ -45,13 +48,15 @@ class IncrementalDecoder:
         whole = len(tail) - self._unfinished(tail)
         self._context, self._waiting = tail[:whole], tail[whole:]  # given out already; not yet
         self._begun = self._decode(tail)[len(self._decode(self._context)) :]  # as the prompt shows its last part
+        self.length = 0
 
     def feed(self, token: int) -> str:
-        """Text that `token` completes; empty if it completes none."""
+        """Text that `token` completes; empty if it ends inside a character, all of which the token that ends it has."""
         text = self.peek(token)
         self._waiting.append(token)
         if text:
             self._context, self._waiting, self._begun = self._waiting, [], ""
+            self.length += len(text)
         return text
 
     def peek(self, token: int) -> str:
@@ -77,27 +82,6 @@ class IncrementalDecoder:
     def _decode(self, ids: list[int]) -> str:
         shown = [token for token in ids if token not in self._hidden] if self._hidden else ids
         return str(self._tokenizer.decode(shown, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False))
-
-
-class TokenTexts:
-    """What each token of a text adds to it, special tokens by their names, as vLLM tells it beside log-probabilities.
-
-    A token that ends inside a character adds nothing, and the one that completes it all of it.
-
-    Attributes:
-        of: the text of a token that may come next.
-        length: characters told so far.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]):
-        self._decoder = IncrementalDecoder(tokenizer, prompt=prompt, skip_special_tokens=False)
-        self.of, self.length = self._decoder.peek, 0
-
-    def add(self, token: int) -> str:
-        """The text of the token that comes next."""
-        text = self._decoder.feed(token)
-        self.length += len(text)
-        return text
 
 
 class RoundStreamer(BaseStreamer):
