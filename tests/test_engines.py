@@ -84,7 +84,6 @@ def our_logits(drafter: Eagle31Drafter, ids: torch.Tensor, aux: torch.Tensor) ->
     batch = PackedBatch(
         input_ids=ids[None],
         position_ids=torch.arange(len(ids))[None],
-        document_ids=torch.zeros_like(ids)[None],
         loss_mask=torch.ones_like(ids, dtype=torch.bool)[None],
         written_at=torch.full(ids.shape, NOT_WRITTEN)[None],
     )

@@ -198,8 +198,7 @@ class PackedBatch:
 
     input_ids: Tensor  # `(B, T)` token ids; padding holds 0
     loss_mask: Tensor  # `(B, T)` bool: the token is supervised; never true on padding
-    document_ids: Tensor  # `(B, T)`: equal numbers in a row are one document; padding is a document of its own
-    position_ids: Tensor  # `(B, T)` position within the document
+    position_ids: Tensor  # `(B, T)` position within the document: each begins at 0, and so does padding
     # `(B, T)` temperature at which the target wrote the token itself; `NOT_WRITTEN` where it did not, or at a
     # temperature that is not known
     written_at: Tensor
@@ -250,12 +249,12 @@ class PackedDocuments(Dataset):
 def pack_row(documents: Sequence[Document], row_length: int) -> dict[str, Tensor]:
     """One row `(T,)` of each field of `PackedBatch`."""
     free = row_length - sum(len(document.input_ids) for document in documents)
-    parts = [_fields(document, number) for number, document in enumerate(documents)]
-    parts.append(_fields(Document("padding", [0] * free, [False] * free), -1))
+    padding = Document("padding", [0] * free, [False] * free)
+    parts = [_fields(document) for document in (*documents, padding)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _fields(document: Document, number: int) -> dict[str, Tensor]:
+def _fields(document: Document) -> dict[str, Tensor]:
     length = len(document.input_ids)
     written_at = torch.full((length,), NOT_WRITTEN)
     if document.written_from is not None and document.temperature is not None:
@@ -263,7 +262,6 @@ def _fields(document: Document, number: int) -> dict[str, Tensor]:
     return {
         "input_ids": torch.tensor(document.input_ids, dtype=torch.long),
         "loss_mask": torch.tensor(document.loss_mask, dtype=torch.bool),
-        "document_ids": torch.full((length,), number),
         "position_ids": torch.arange(length),
         "written_at": written_at,
     }

@@ -128,8 +128,7 @@ def answering(batch: PackedBatch, learned: Tensor) -> Tensor:
     The first token of a document that can be drafted is its third: step 0 joins the state of the first with the second.
     """
     here = torch.zeros_like(batch.loss_mask)
-    same = batch.document_ids[:, 1:] == batch.document_ids[:, :-1]
-    here[:, :-1] = learned & same & (batch.position_ids[:, :-1] >= 1)
+    here[:, :-1] = learned & (batch.position_ids[:, 1:] >= 2)
     return here
 
 
@@ -146,7 +145,8 @@ def attention_masks(batch: PackedBatch, steps: int, dtype: torch.dtype) -> Tenso
     length = batch.input_ids.shape[1]
     row = torch.arange(length, device=batch.input_ids.device)
     causal = row[:, None] >= row[None, :]  # (T, T)
-    same = batch.document_ids[:, :, None] == batch.document_ids[:, None, :]  # (B, T, T)
+    document = (batch.position_ids == 0).cumsum(1)  # (B, T)
+    same = document[:, :, None] == document[:, None, :]  # (B, T, T)
     diagonal = (row[:, None] == row[None, :]).expand_as(same)
     visible = torch.cat([causal & same, *[diagonal] * (steps - 1)], dim=-1)[:, None]
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
