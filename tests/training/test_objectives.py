@@ -87,9 +87,7 @@ def test_the_objective_is_that_of_drafting_from_every_written_token(target: Any,
     assert min(expected) > 0.01, "chances of both kinds count"
     token_loss = sum(0.8**step * sum(each[step] for each in losses) for step in range(STEPS))
     assert found.loss.item() == pytest.approx(TOKEN_WEIGHT * token_loss - sum(expected) / STEPS, rel=1e-4)
-    starts = int(model.counted(batch).sum())
-    assert starts == 2 * 11
-    assert found.figures["expected_accepted"] == pytest.approx(sum(expected) / starts, rel=1e-4)
+    assert int(model.counted(batch).sum()) == 2 * 11
 
 
 def test_what_stage_two_cannot_learn_from_is_told(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +106,5 @@ def test_a_batch_without_a_written_token_gives_no_gradient(drafter: Eagle31Draft
     output = AcceptanceModel(drafter, steps=2)(**default_collate([rows[0]]))
     output.loss.backward()
     assert output.loss.item() == 0
-    assert output.figures == {}
     assert float(drafter.fc.weight.grad.abs().max()) == 0
     drafter.zero_grad()

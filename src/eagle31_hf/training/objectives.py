@@ -29,7 +29,7 @@ before are unlikely.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -115,7 +115,6 @@ class Losses:
     sums: Tensor  # `(S,)` token loss
     correct: Tensor  # `(S,)` positions where the drafter's likeliest token is the target's
     counts: Tensor  # `(S,)` positions
-    figures: dict[str, float] = field(default_factory=dict)  # further figures for the log, each a mean
 
     def __post_init__(self) -> None:
         weights = STEP_DECAY ** torch.arange(len(self.sums), device=self.sums.device, dtype=self.sums.dtype)
@@ -333,10 +332,7 @@ class AcceptanceModel(DistillationModel):
         """With the expected acceptance of each start; the positions behind it in a text stand behind it here, too."""
         losses = Losses(sums, correct, counts)
         along = torch.stack([chance.roll(-step) for step, chance in enumerate(chances[0])])
-        expected = along.cumprod(0).sum(0)  # (M,)
-        losses.loss = TOKEN_WEIGHT * losses.loss - expected.sum() / self.steps
-        if len(expected):
-            losses.figures["expected_accepted"] = expected.detach().mean().item()
+        losses.loss = TOKEN_WEIGHT * losses.loss - along.cumprod(0).sum() / self.steps
         return losses
 
 

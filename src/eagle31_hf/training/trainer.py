@@ -103,14 +103,11 @@ class DistillationTrainer(Trainer):
         return f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
 
     def _note(self, output: Losses) -> None:
-        self._running.update({"batches": 1.0, **output.figures})
-        counts = output.counts.clamp(min=1)
-        for name, sums in (("accuracy", output.correct), ("loss", output.sums.detach())):
-            means = (sums / counts).tolist()
-            self._running.update({f"{name}_step_{step}": mean for step, mean in enumerate(means)})
+        means = (output.correct / output.counts.clamp(min=1)).tolist()
+        self._running.update({"batches": 1.0, **{f"accuracy_step_{step}": mean for step, mean in enumerate(means)}})
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As `Trainer`, with loss and teacher-forced accuracy per draft step since the last log."""
+        """As `Trainer`, with teacher-forced accuracy per draft step since the last log."""
         if "loss" in logs and self._running:
             batches = self._running.pop("batches")
             logs.update({name: value / batches for name, value in self._running.items()})
