@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..training.settings import TrainingSettings
-from .options import JSON, command, make_console, write_json
+from .options import command, make_console
 from .progress import waiting_for
 
 
 @command
-def train(*, settings: TrainingSettings, json_path: Path | None = JSON) -> None:
+def train(*, settings: TrainingSettings) -> None:
     """Make a drafter for a target: the target writes, the drafter learns and is measured. Prints its plan first."""
     # Here and not above: Trainer takes longer to import than every other command takes to start.
     with waiting_for("loading the trainer"):
@@ -19,7 +17,6 @@ def train(*, settings: TrainingSettings, json_path: Path | None = JSON) -> None:
 
     report = train_drafter(settings, console=make_console(stderr=True))
     if is_first_process():
-        write_json(json_path, report.to_dict())
         console = make_console()
         console.print(f"drafter written to {report.folder}")
         for line in report.advice(settings.target, settings.target_id):

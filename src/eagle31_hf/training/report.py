@@ -51,10 +51,6 @@ class TrainingReport:
             if Path(target).is_dir() and target_id is None:
                 yield "its card names a folder as its target; to publish it, train with --target-id OWNER/NAME"
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {"folder": str(self.folder), **self.record}
-
 
 def read_report(folder: Path) -> TrainingReport | None:
     """What the record in a drafter's folder says; `None` where no run of this version has ended there."""
