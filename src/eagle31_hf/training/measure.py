@@ -25,7 +25,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, drafts_along, read_text, rows_of_ids
 from ..errors import ConfigurationError, TrainingError
 from ..sampling.draw import PositionNoise, argmax, perturbed
-from ..sampling.logits_processing import DraftWarping, ScoreProcessing, processing_of, sampling_options
+from ..sampling.logits_processing import DraftWarping, processing_of, sampling_options
 from ..stats import Acceptance
 from ..targets.binding import TargetBinding
 from ..texts.rows import FIRST_MESSAGES, Conversation, up_to_question
@@ -93,15 +93,16 @@ def served_by_scores(model: Any) -> Iterator[None]:
         model.generation_config = before
 
 
-def served_processing(model: Any, temperature: float) -> ScoreProcessing:
-    """The processors that `model.generate` would apply at this temperature."""
-    return processing_of(model, **sampling_options(temperature))
-
-
 def served_warping(model: Any, temperature: float) -> DraftWarping:
     """What turns scores into the distribution that is served, by processors that look at scores alone."""
     with served_by_scores(model):
-        return served_processing(model, temperature).draft_warping
+        return processing_of(model, **sampling_options(temperature)).draft_warping
+
+
+def readers_of_text(model: Any, temperature: float) -> str:
+    """Names of the processors that `model.generate` would apply, if one looks at more than scores; else empty."""
+    served = processing_of(model, **sampling_options(temperature))
+    return "" if served.fits_draft_vocabulary else ", ".join(type(each).__name__ for each in served.processors)
 
 
 def write_texts(

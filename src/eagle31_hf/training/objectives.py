@@ -45,7 +45,7 @@ from ..sampling.draw import argmax
 from ..sampling.logits_processing import DraftWarping
 from ..targets.binding import TargetBinding
 from .data import NOT_WRITTEN, Document, PackedBatch
-from .measure import served_processing, served_warping
+from .measure import readers_of_text, served_warping
 
 TOKEN_WEIGHT = 0.2
 """Of the token loss beside expected acceptance."""
@@ -344,9 +344,7 @@ def require_stage_two(target: PreTrainedModel, documents: Sequence[Document], te
             "none; use --regenerate last or each"
         )
     for temperature in temperatures:
-        processing = served_processing(target, temperature)
-        if not processing.fits_draft_vocabulary:
-            names = ", ".join(type(processor).__name__ for processor in processing.processors)
+        if names := readers_of_text(target, temperature):
             raise ConfigurationError(
                 f"the target is served with {names}; stage 2 can tell acceptance under temperature, top-k, top-p and "
                 "min-p alone: take the others out of its generation config, or train stage 1"

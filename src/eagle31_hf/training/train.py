@@ -38,7 +38,7 @@ from ..texts.conversations import read_conversations
 from ..texts.rows import Conversation
 from .data import Document, PackedDocuments, build_vocabulary, count_supervised, render_documents
 from .data import coverage as share_covered
-from .measure import EvaluationPrompt, KnownText, evaluation_prompts, served_processing, write_texts
+from .measure import EvaluationPrompt, KnownText, evaluation_prompts, readers_of_text, write_texts
 from .objectives import AcceptanceModel, DistillationModel, require_stage_two
 from .preparation import is_small, load_target, make_drafter, precision_of_result, resolve, set_vocabulary, split_rows
 from .progress import Counting, LiveProgress, StopRequest, is_first_process, open_folder, say
@@ -242,9 +242,7 @@ class Run:
         """This process's share of the texts by which drafters are measured: greedy ones, and of what is served."""
         mine = self._share(prompts)
         temperatures = tuple(dict.fromkeys((0.0, *self.settings.temperature)))
-        served = served_processing(self.target, temperatures[-1])
-        if not served.fits_draft_vocabulary:
-            names = ", ".join(type(processor).__name__ for processor in served.processors)
+        if names := readers_of_text(self.target, temperatures[-1]):
             say(self.console, f"acceptance is measured on texts without what looks at the text (of {names})")
         with Counting(self.console, "the target writes held-out answers", len(temperatures) * len(mine)) as counting:
             return {
