@@ -9,4 +9,4 @@ exec eagle31 train meta-llama/Llama-3.1-8B-Instruct \
   --regenerate each --max-new-tokens 512 --write-rows 16 \
   --max-length 2048 --batch-rows 1 --accumulate 16 --gradient-checkpointing \
   --ttt-steps 4 --learning-rate 1e-4 --epochs 2 \
-  --eval-steps 500 --report-to tensorboard "$@"
+  --eval-steps 500 "$@"

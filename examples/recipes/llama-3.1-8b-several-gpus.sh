@@ -9,4 +9,4 @@ exec accelerate launch --multi_gpu --num_processes "${CARDS:-4}" --mixed_precisi
   --regenerate each --max-new-tokens 1024 --write-rows 32 \
   --max-length 4096 --batch-rows 1 --accumulate 8 --gradient-checkpointing \
   --ttt-steps 7 --learning-rate 1e-4 --epochs 2 \
-  --eval-steps 1000 --report-to tensorboard "$@"
+  --eval-steps 1000 "$@"

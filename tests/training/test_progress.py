@@ -36,12 +36,11 @@ def test_steps_are_counted_with_their_figures_and_a_measurement_has_a_line() -> 
     log = io.StringIO()
     counting, state = Counting(Console(file=io.StringIO()), "training", 8), TrainerState(global_step=3)
     progress = LiveProgress(Console(file=log, width=200), counting)
-    progress.on_log(None, state, None, {"loss": 2.0, "accuracy_step_0": 0.5, "accuracy_step_1": 0.4})
+    progress.on_log(None, state, None, {"loss": 2.0, "accuracy": [0.5, 0.45, 0.4]})
     progress.on_step_end(None, state, None)
     assert counting.bar.tasks[0].fields["note"] == "1 of 8, loss 2.00, accuracy 0.50 to 0.40"
-    measured = {"eval_acceptance_length": 1.5, "eval_acceptance_at_1": 0.4, "eval_acceptance_at_2": 0.1}
-    served = {f"eval_served_length_at_{temperature}": length for temperature, length in ((0, 1.5), (0.6, 1.25))}
-    progress.on_log(None, state, None, measured | served)
+    measured = {"eval_acceptance_length": 1.5, "eval_acceptance_at": [0.4, 0.1]}
+    progress.on_log(None, state, None, measured | {"eval_served_lengths": {0.0: 1.5, 0.6: 1.25}})
     line = "step 3: acceptance length 1.500, by position 0.40 0.10; by temperature 1.500 at 0, 1.250 at 0.6\n"
     assert log.getvalue() == line
 

@@ -102,19 +102,18 @@ class LiveProgress(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._counting.advance(1)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        logs = logs or {}
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
-            steps = [value for name, value in logs.items() if name.startswith("accuracy_step_")]
-            accuracy = " to ".join(f"{value:.2f}" for value in (*steps[:1], *steps[1:][-1:]))  # of the first and last
+            steps = logs["accuracy"]
+            accuracy = " to ".join(f"{share:.2f}" for share in (*steps[:1], *steps[1:][-1:]))  # of the first and last
             self._counting.figures = f", loss {logs['loss']:.2f}, accuracy {accuracy}"
         if "eval_acceptance_length" in logs:
-            positions = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("eval_acceptance_at_"))
-            length = f"acceptance length {logs['eval_acceptance_length']:.3f}, by position {positions}"
-            prefix = "eval_served_length_at_"
-            served = [f"{v:.3f} at {n.removeprefix(prefix)}" for n, v in logs.items() if n.startswith(prefix)]
-            length += f"; by temperature {', '.join(served)}" if len(served) > 1 else ""
-            say(self._console, f"step {state.global_step:,}: {length}")
+            positions = " ".join(f"{share:.2f}" for share in logs["eval_acceptance_at"])
+            line = f"acceptance length {logs['eval_acceptance_length']:.3f}, by position {positions}"
+            if len(served := logs["eval_served_lengths"]) > 1:
+                lengths = ", ".join(f"{length:.3f} at {temperature:g}" for temperature, length in served.items())
+                line += f"; by temperature {lengths}"
+            say(self._console, f"step {state.global_step:,}: {line}")
 
 
 def is_first_process() -> bool:

@@ -19,7 +19,7 @@ from ..stats import USELESS_LENGTH
 from .settings import TrainingSettings, flag
 from .trainer import DRAFT_TOKENS
 
-_NO_PART_OF_A_RECIPE = ("out", "resume", "fresh", "device", "report_to", "license", "target_id")
+_NO_PART_OF_A_RECIPE = ("out", "resume", "fresh", "device", "license", "target_id")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ DRAFTER = "The drafter"
 STEPS = "Steps"
 MEASURING = "Measuring acceptance"
 MACHINE = "Machine"
-RESULT = "Publishing and logging"
+RESULT = "Publishing"
 
 
 def _metadata(group: str, help: str, **more: Any) -> dict[str, Any]:
@@ -95,7 +95,6 @@ class TrainingSettings:
     )
     device: str = _option("auto", MACHINE, "auto, cpu, cuda or mps")
     seed: int = _option(0, STEPS, "of data order, sampling and initial weights")
-    report_to: str = _option("none", RESULT, "where Trainer logs to: none, tensorboard, wandb, ...")
     license: str | None = _option(None, RESULT, "licence of the drafter for its card, e.g. apache-2.0")
     target_id: str | None = _option(
         None, RESULT, "Hub id of a target given as folder or file, for the card and the lines that serve it"

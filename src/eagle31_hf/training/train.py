@@ -26,12 +26,11 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.integrations import get_available_reporting_integrations
 
 from ..checkpoints import inspect_checkpoint
 from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import ConfigurationError, count
+from ..errors import count
 from ..memory.plan import size_text
 from ..targets.devices import quick_dtype
 from ..texts.conversations import read_conversations
@@ -76,10 +75,6 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
         CheckpointError, IncompatibleTargetError: the target or the drafter to start from cannot be used.
     """
     settings.check()
-    loggers = ("none", "all", *get_available_reporting_integrations())
-    if settings.report_to not in loggers:  # which Trainer would say after hours of writing
-        wanted = f"wanted one of {', '.join(loggers)}; others need their package"
-        raise ConfigurationError(f"--report-to is {settings.report_to!r}; {wanted}")
     console = console or Console(stderr=True)
     if not is_first_process():
         console = Console(quiet=True)
@@ -356,7 +351,6 @@ class Run:
             metric_for_best_model="served_length",
             greater_is_better=True,
             logging_steps=min(10, eval_steps),
-            report_to=settings.report_to,
             seed=settings.seed,
             remove_unused_columns=False,
             disable_tqdm=True,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -63,7 +62,6 @@ class DistillationTrainer(Trainer):
         callbacks: list[Any] | None = None,
     ):
         self.known, self.recipe = known, recipe
-        self._running: Any = Counter()  # figures since the last log, summed
         super().__init__(
             model=model,
             args=args,
@@ -95,40 +93,32 @@ class DistillationTrainer(Trainer):
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}; training stopped and {self._kept()}. "
                 "Go on with --resume and a lower --learning-rate"
             )
-        self._note(output)
+        self._accuracy = output.correct / output.counts.clamp(min=1)
         return (loss, output) if return_outputs else loss
 
     def _kept(self) -> str:
         good = last_checkpoint(Path(str(self.args.output_dir)))
         return f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
 
-    def _note(self, output: Losses) -> None:
-        means = (output.correct / output.counts.clamp(min=1)).tolist()
-        self._running.update({"batches": 1.0, **{f"accuracy_step_{step}": mean for step, mean in enumerate(means)}})
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As `Trainer`, with teacher-forced accuracy per draft step since the last log."""
-        if "loss" in logs and self._running:
-            batches = self._running.pop("batches")
-            logs.update({name: value / batches for name, value in self._running.items()})
-            self._running.clear()
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """As `Trainer`, with the teacher-forced accuracy of each draft step in the last batch."""
+        if "loss" in logs:
+            logs["accuracy"] = self._accuracy.tolist()
         super().log(logs, start_time)
 
     # --- acceptance ----------------------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """Acceptance on known texts: of greedy ones by position and category; at each temperature its length."""
+        """Acceptance on known texts: of greedy ones by position; at each temperature its length."""
         measured = self.measure()
         greedy = Acceptance.of(measured[0.0].values())
         lengths = served_lengths(measured)
-        figures = {
-            "acceptance_length": greedy.acceptance_length,
-            **{f"acceptance_at_{position}": value for position, value in enumerate(greedy.cumulative_acceptance, 1)},
-            **{f"acceptance_length_{kind}": counts.acceptance_length for kind, counts in measured[0.0].items()},
-            **{f"served_length_at_{temperature:g}": length for temperature, length in lengths.items()},
-            "served_length": geometric_mean(lengths.values()),
+        metrics = {
+            "eval_acceptance_length": greedy.acceptance_length,
+            "eval_acceptance_at": greedy.cumulative_acceptance,
+            "eval_served_lengths": lengths,
+            "eval_served_length": geometric_mean(lengths.values()),
         }
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
