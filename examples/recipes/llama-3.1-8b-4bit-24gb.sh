@@ -7,6 +7,6 @@ exec eagle31 train meta-llama/Llama-3.1-8B-Instruct \
   --out llama-3.1-8b-4bit-eagle31 \
   --quantization 4bit --dtype bfloat16 \
   --regenerate each --max-new-tokens 512 --write-rows 16 \
-  --max-length 2048 --batch-rows 1 --accumulate 16 --gradient-checkpointing \
+  --max-length 2048 --batch-rows 1 --accumulate 16 \
   --ttt-steps 4 --learning-rate 1e-4 --epochs 2 \
   --eval-steps 500 "$@"

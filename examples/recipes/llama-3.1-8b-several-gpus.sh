@@ -7,6 +7,6 @@ exec accelerate launch --multi_gpu --num_processes "${CARDS:-4}" --mixed_precisi
   --out llama-3.1-8b-eagle31 \
   --dtype bfloat16 \
   --regenerate each --max-new-tokens 1024 --write-rows 32 \
-  --max-length 4096 --batch-rows 1 --accumulate 8 --gradient-checkpointing \
+  --max-length 4096 --batch-rows 1 --accumulate 8 \
   --ttt-steps 7 --learning-rate 1e-4 --epochs 2 \
   --eval-steps 1000 "$@"

@@ -202,14 +202,13 @@ class DistillationModel(nn.Module):
     Args:
         drafter: attached.
         steps: draft steps `S` of the training-time test; the longest chain that acceptance is expected of.
-        gradient_checkpointing: compute draft logits twice instead of keeping those of all steps.
     """
 
     accepts_loss_kwargs = True  # tells Trainer that accumulated batches are already weighted
 
-    def __init__(self, drafter: Eagle31Drafter, *, steps: int = 4, gradient_checkpointing: bool = False):
+    def __init__(self, drafter: Eagle31Drafter, *, steps: int = 4):
         super().__init__()
-        self.drafter, self.steps, self.gradient_checkpointing = drafter, steps, gradient_checkpointing
+        self.drafter, self.steps = drafter, steps
 
     def forward(self, **fields: Tensor) -> Losses:
         """Loss of a packed batch, whose `fields` these are."""
@@ -225,11 +224,8 @@ class DistillationModel(nn.Module):
             # The teacher at position t judges row t - 1 - step, if that row is in the same document.
             row = (teacher.rows - 1 - step).clamp(min=0)
             inside = (positions >= 1 + step) & begins[row]
-            arguments = (normed.flatten(0, 1)[row], inside, teacher)
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                steps.append(checkpoint(self.judge, *arguments, use_reentrant=False))
-            else:
-                steps.append(self.judge(*arguments))
+            # The logits of all steps would take most of the memory: they are computed again for the gradient.
+            steps.append(checkpoint(self.judge, normed.flatten(0, 1)[row], inside, teacher, use_reentrant=False))
         return self.losses(*map(torch.stack, zip(*steps, strict=True)))
 
     def counted(self, batch: PackedBatch) -> Tensor:

@@ -87,7 +87,6 @@ class TrainingSettings:
     batch_rows: int = _sized(2, 4, STEPS, "packed rows per forward and process")
     accumulate: int = _sized(1, 4, STEPS, "forwards per optimiser step")
     learning_rate: float = _sized(2e-3, 1e-4, STEPS, "of AdamW, a tenth of Muon's; in stage 2 a tenth of it is used")
-    gradient_checkpointing: bool = _option(False, MACHINE, "compute draft logits twice instead of keeping them")
     eval_steps: int = _sized(500, 200, MEASURING, "steps between measurements, each with a checkpoint")
     eval_new_tokens: int = _option(128, MEASURING, "most tokens written for a held-out prompt")
     dtype: str = _option(

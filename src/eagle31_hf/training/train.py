@@ -132,9 +132,7 @@ class Run:
                 return earlier
         if settings.stage == "2":
             require_stage_two(self.target, documents, settings.temperature)
-        model = OBJECTIVES[settings.stage](
-            drafter, steps=settings.ttt_steps, gradient_checkpointing=settings.gradient_checkpointing
-        )
+        model = OBJECTIVES[settings.stage](drafter, steps=settings.ttt_steps)
         known = self._known_texts(drafter, prompts)
         plan = self._plan(model, dataset, counts, len(prompts), steps)
         stage = self._train(model, dataset, known, plan)
