@@ -6,9 +6,8 @@ A row holds
   `value`),
 - user turns alone under `turns` (Spec-Bench, MT-Bench),
 - one prompt under `prompt`, `question`, `instruction` or `input`, with its answer under `output`, `response`,
-  `answer`, `completion` or `chosen`; or the two under `user` and `assistant`. Alpaca's `input`, a `context` and earlier
-  turns under `history` are parts of that prompt. `prompt` and what follows it may be messages (TRL), and `chosen` may
-  be a whole chat,
+  `answer`, `completion` or `chosen`; or the two under `user` and `assistant`. Alpaca's `input` and a `context` are parts
+  of that prompt. `prompt` and what follows it may be messages (TRL), and `chosen` may be a whole chat,
 - plain `text`, or an exported chat of Open WebUI.
 
 Beside these may stand a `system` prompt, `tools` and `chat_template_kwargs`; a message may have `tool_calls`,
@@ -171,7 +170,7 @@ def _completion(row: dict[str, Any]) -> list[Any]:
 
 
 def _prompt_and_answer(row: dict[str, Any], where: str) -> tuple[Message, ...]:
-    """A prompt of its parts, the turns before it, and its answer; or plain text."""
+    """A prompt of its parts and its answer; or plain text."""
     if "user" in row and "assistant" in row:
         row = {"prompt": row["user"], "answer": row["assistant"], **row}
     key = next((key for key in (*_PROMPTS, "input") if str(row.get(key) or "").strip()), None)
@@ -185,6 +184,7 @@ def _prompt_and_answer(row: dict[str, Any], where: str) -> tuple[Message, ...]:
             f"{where}: no messages (keys: {', '.join(map(str, row)) or 'none'}); wanted conversations, messages, "
             "turns, prompt, question, instruction, input or text"
         )
+    _refuse(row, ("history",), where, "give the row as messages")
     prompt = _text(row[key], f"{where}, {key}")
     if key != "input" and row.get("input"):
         prompt += "\n" + _text(row["input"], f"{where}, input")
@@ -193,18 +193,7 @@ def _prompt_and_answer(row: dict[str, Any], where: str) -> tuple[Message, ...]:
     answers = (row[key] for key in _ANSWERS if isinstance(row.get(key), str) and row[key].strip())
     answer = None if row.get("label") is False else next(answers, None)  # KTO's unwanted ones
     following = () if answer is None else ({"role": "assistant", "content": answer},)
-    return (*_history(row.get("history") or [], f"{where}, history"), {"role": "user", "content": prompt}, *following)
-
-
-def _history(pairs: Any, where: str) -> list[Message]:
-    """Earlier turns as pairs of what the user and the assistant said."""
-    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise TrainingError(f"{where} is not a list of pairs of texts; give the row as messages")
-    return [
-        {"role": role, "content": _text(text, f"{where}[{number}]")}
-        for number, pair in enumerate(pairs)
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
+    return ({"role": "user", "content": prompt}, *following)
 
 
 def _with_system(messages: tuple[Message, ...], row: dict[str, Any], where: str) -> tuple[Message, ...]:
