@@ -36,7 +36,7 @@ def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
-class Counting:
+class Counting(Progress):
     """Shows how far some long work is: by a bar on a terminal; elsewhere by a line now and then and at its end.
 
     Args:
@@ -45,8 +45,7 @@ class Counting:
     """
 
     def __init__(self, console: Console, title: str, total: int):
-        self._console, self._title, self._total = console, title, total
-        self.bar = Progress(
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(table_column=Column(min_width=6, max_width=24)),
             TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=len("0:00:00"))),
@@ -56,51 +55,45 @@ class Counting:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self.bar.add_task(title, total=total, note=f"0 of {total:,}")
-        self._started_at = self._said_at = time.monotonic()
+        self.add_task(title, total=total, note=f"0 of {total:,}")
+        self._task, self._said_at = self.tasks[0], time.monotonic()
         self._ended, self.figures = 0, ""
 
-    def advance(self, ended: int, underway: float = 0.0) -> None:
+    def count(self, ended: int, underway: float = 0.0) -> None:
         """So many more have ended; `underway` is how much of the others is done, so that the bar moves meanwhile."""
         self._ended += ended
-        done = max(self._ended + underway, self.bar.tasks[0].completed)
-        self.bar.update(self._task, completed=done, note=self._so_far())
+        self.update(self._task.id, completed=max(self._ended + underway, self._task.completed), note=self._so_far())
         if time.monotonic() - self._said_at >= LINE_EVERY_S:
-            seconds = self.bar.tasks[0].time_remaining
+            seconds = self._task.time_remaining
             self._say(self._so_far() + ("" if seconds is None else f", {seconds / 60:.0f} minutes left"))
 
-    def __enter__(self) -> Counting:
-        self.bar.start()
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.bar.stop()
-        minutes = (time.monotonic() - self._started_at) / 60
-        if kind is not None:
-            say(self._console, f"{self._title}: stopped at {self._so_far()}")
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is not None:
+            say(self.console, f"{self._task.description}: stopped at {self._so_far()}")
         else:
-            self._say(f"{self._so_far()} in {minutes:.1f} minutes")
+            self._say(f"{self._so_far()} in {(self._task.elapsed or 0.0) / 60:.1f} minutes")
 
     def _so_far(self) -> str:
-        return f"{self._ended:,} of {self._total:,}{self.figures}"
+        return f"{self._ended:,} of {self._task.total:,}{self.figures}"
 
     def _say(self, text: str) -> None:
         self._said_at = time.monotonic()
-        if not self._console.is_terminal:
-            say(self._console, f"{self._title}: {text}")
+        if not self.console.is_terminal:
+            say(self.console, f"{self._task.description}: {text}")
 
 
 class LiveProgress(TrainerCallback):
     """Counts steps, with the latest loss and accuracies; a line for each measurement of acceptance."""
 
-    def __init__(self, console: Console, counting: Counting):
-        self._console, self._counting = console, counting
+    def __init__(self, counting: Counting):
+        self._counting = counting
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._counting.advance(state.global_step)
+        self._counting.count(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._counting.advance(1)
+        self._counting.count(1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
@@ -113,7 +106,7 @@ class LiveProgress(TrainerCallback):
             if len(served := logs["eval_served_lengths"]) > 1:
                 lengths = ", ".join(f"{length:.3f} at {temperature:g}" for temperature, length in served.items())
                 line += f"; by temperature {lengths}"
-            say(self._console, f"step {state.global_step:,}: {line}")
+            say(self._counting.console, f"step {state.global_step:,}: {line}")
 
 
 def is_first_process() -> bool:

@@ -212,7 +212,7 @@ class Run:
         with Counting(self.console, "the target writes prompts", share) as counting:
             mine = write_prompts(
                 self.target, self.tokenizer, path, share, write_rows=settings.write_rows, seed=seed,
-                on_progress=counting.advance,
+                on_progress=counting.count,
             )  # fmt: skip
         return list({row.messages[0]["content"]: row for row in gather_object(mine)}.values())
 
@@ -223,7 +223,7 @@ class Run:
         path = data_file(settings.out, "conversations", self.rank)
         mine = self._share(conversations)
         with Counting(self.console, "the target writes answers", len(mine)) as counting:
-            written = regenerate(mine, self.target, self.tokenizer, path, settings, on_progress=counting.advance)
+            written = regenerate(mine, self.target, self.tokenizer, path, settings, on_progress=counting.count)
         in_order = zip_longest(*gather_object([written]))  # as `_share` has dealt them out
         return [each for of_all in in_order for each in of_all if each is not None]
 
@@ -241,7 +241,7 @@ class Run:
             return {
                 temperature: write_texts(
                     drafter.binding, mine, temperature, max_new_tokens=self.settings.eval_new_tokens,
-                    seed=self.settings.seed + self.rank, on_progress=counting.advance,
+                    seed=self.settings.seed + self.rank, on_progress=counting.count,
                 )
                 for temperature in temperatures
             }  # fmt: skip
@@ -297,7 +297,7 @@ class Run:
         """Train from where an earlier run was left; what the record says of it."""
         counting = Counting(self.console, "training", plan["steps"])
         patience = EarlyStoppingCallback(early_stopping_patience=PATIENCE)
-        callbacks = [LiveProgress(self.console, counting), self.stop, patience]
+        callbacks = [LiveProgress(counting), self.stop, patience]
         trainer = DistillationTrainer(
             model, self._arguments(plan["steps"]), dataset, known=known, recipe=self.recipe, callbacks=callbacks
         )
