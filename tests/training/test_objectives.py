@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.training.data import Document, PackedBatch, PackedDocuments, pack_row
+from eagle31_hf.training.data import Document, PackedBatch, PackedDocuments
 from eagle31_hf.training.objectives import TOKEN_WEIGHT, AcceptanceModel, cross_entropy, require_stage_two
 from helpers import CONFIGS, random_drafter, random_target, seeded
 
@@ -80,7 +80,8 @@ def written_by(target: Any, name: str, temperature: float) -> Document:
 def test_the_objective_is_that_of_drafting_from_every_written_token(target: Any, drafter: Eagle31Drafter) -> None:
     model = AcceptanceModel(drafter, steps=STEPS)
     documents = [written_by(target, "sampled", 1.0), written_by(target, "greedy", 0.0)]
-    batch = PackedBatch(**default_collate([pack_row([*documents, document("given", 6, None, None)], 42)]))
+    rows = PackedDocuments([*documents, document("given", 6, None, None)], 42, seed=0)
+    batch = PackedBatch(**default_collate(list(rows)))
     with torch.no_grad():
         found = model(**vars(batch))
         expected, losses = zip(*(by_hand(drafter, each) for each in documents), strict=True)

@@ -243,15 +243,11 @@ class PackedDocuments(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return pack_row([self.documents[number] for number in self.rows[index]], self.row_length)
-
-
-def pack_row(documents: Sequence[Document], row_length: int) -> dict[str, Tensor]:
-    """One row `(T,)` of each field of `PackedBatch`."""
-    free = row_length - sum(len(document.input_ids) for document in documents)
-    padding = Document("padding", [0] * free, [False] * free)
-    parts = [_fields(document) for document in (*documents, padding)]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        documents = [self.documents[number] for number in self.rows[index]]
+        free = self.row_length - sum(len(document.input_ids) for document in documents)
+        padding = Document("padding", [0] * free, [False] * free)
+        parts = [_fields(document) for document in (*documents, padding)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _fields(document: Document) -> dict[str, Tensor]:

@@ -207,16 +207,6 @@ class RowToWrite:
         """Characters of the conversation."""
         return sum(len(message["content"]) for message in self.conversation.messages)
 
-    def context(self) -> list[Message]:
-        """Messages up to the next one to be answered."""
-        return self.messages + self.given[0]
-
-    def add(self, answer_ids: list[int], text: str, *, is_whole: bool) -> None:
-        """Note the next answer; one that was cut ends the conversation."""
-        self.messages = [*self.context(), {"role": "assistant", "content": text}]
-        self.answer_ids = answer_ids
-        self.given = self.given[1:] if is_whole else []
-
     def to_json(self) -> dict[str, Any]:
         conversation = self.conversation
         return {
@@ -256,7 +246,7 @@ def write_turns(
         on_progress(0, (earlier + written) / turns)
 
     for turn in range(turns):
-        prompts = {row: prompt_ids(tokenizer, row.conversation, row.context()) for row in rows if row.given}
+        prompts = {row: prompt_ids(tokenizer, row.conversation, row.messages + row.given[0]) for row in rows if row.given}
         rows = [row for row, ids in prompts.items() if len(ids) <= max_prompt_tokens(settings)]
         if not rows:
             return
@@ -270,7 +260,10 @@ def write_turns(
         )
         for row, answer in zip(rows, answers, strict=True):
             text = str(tokenizer.decode(answer, skip_special_tokens=True))
-            row.add(answer, text, is_whole=answer[-1] in ends)
+            row.messages += [*row.given.pop(0), {"role": "assistant", "content": text}]
+            row.answer_ids = answer
+            if answer[-1] not in ends:  # an answer that was cut ends the conversation
+                row.given.clear()
 
 
 # --- lines that are kept ----------------------------------------------------------------------------------------------
