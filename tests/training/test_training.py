@@ -1,4 +1,4 @@
-"""The trainer: resuming, evaluation, which checkpoint is kept, runs gone bad, several processes."""
+"""The trainer: resuming, evaluation, which checkpoint is kept, runs gone bad, several processes, the optimiser."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from tiny_training import DRAFT_VOCABULARY, ROW, make_documents, make_drafter, make_target
+from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from eagle31_hf import Eagle31Drafter
@@ -24,8 +25,15 @@ from eagle31_hf.training.preparation import set_vocabulary
 from eagle31_hf.training.progress import StopRequest
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.train import leave_process_group
-from eagle31_hf.training.trainer import DistillationTrainer, copy_weights, last_checkpoint
+from eagle31_hf.training.trainer import DistillationTrainer, MuonWithAdamW, copy_weights, last_checkpoint
 from warm_processes import finish, start_group
+
+MEASURED = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "served_length",
+}
 
 
 def make_trainer(folder: Path, *, steps: int, batch: int = 2, accumulate: int = 1, **arguments):
@@ -94,10 +102,7 @@ def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_chosen_by_known_texts_at_every_temperature(tmp_path: Path) -> None:
-    trainer = make_trainer(
-        tmp_path, steps=5, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
-        metric_for_best_model="served_length",
-    )  # fmt: skip
+    trainer = make_trainer(tmp_path, steps=5, **MEASURED)
     trainer.train()
     measured = [entry for entry in trainer.state.log_history if "eval_served_length" in entry]
     assert [entry["step"] for entry in measured] == [2, 4, 5], "also what was learned behind the last measurement"
@@ -120,23 +125,14 @@ def test_training_ends_with_the_best_drafter(tmp_path: Path) -> None:
 
 
 def test_of_checkpoints_that_measure_alike_the_last_is_kept(tmp_path: Path) -> None:
-    trainer = make_trainer(
-        tmp_path, steps=4, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
-        metric_for_best_model="served_length", learning_rate=0.0,
-    )  # fmt: skip
+    trainer = make_trainer(tmp_path, steps=4, learning_rate=0.0, **MEASURED)
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
 
 
 def test_a_resumed_run_measures_the_best_checkpoint_on_its_own_texts(tmp_path: Path) -> None:
     """They may be others than before, whose figures say nothing beside those to come."""
-    whole, resumed = (
-        make_trainer(
-            tmp_path, steps=8, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
-            metric_for_best_model="served_length",
-        )
-        for _ in range(2)
-    )  # fmt: skip
+    whole, resumed = (make_trainer(tmp_path, steps=8, **MEASURED) for _ in range(2))
     whole.train()
     state = tmp_path / "checkpoint-4" / "trainer_state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"best_metric": 99.0, "best_global_step": 2}))
@@ -230,15 +226,24 @@ class Signalled(TrainerCallback):
             signal.raise_signal(self.number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("signals", "raised", "kept"),
+    [
+        ([signal.SIGTERM], SystemExit, 3),  # no multiple of save_steps
+        ([signal.SIGINT], KeyboardInterrupt, 3),
+        ([signal.SIGTERM, signal.SIGTERM], SystemExit, 2),  # a second one ends the run at once
+    ],
+)
+def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint(
+    tmp_path: Path, signals: list[int], raised: type[BaseException], kept: int
+) -> None:
     trainer, written = make_trainer(tmp_path, steps=5), io.StringIO()
     stop = StopRequest(Console(file=written), tmp_path)
-    for callback in (stop, Signalled(number, step=2)):
+    for callback in (stop, *(Signalled(number, step=2) for number in signals)):
         trainer.add_callback(callback)
-    with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt), stop:
+    with pytest.raises(raised), stop:
         trainer.train()
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-3", "no multiple of save_steps"
+    assert last_checkpoint(tmp_path) == tmp_path / f"checkpoint-{kept}"
     assert "stopping after this step" in written.getvalue()
 
 
@@ -264,11 +269,25 @@ def test_a_signal_to_one_process_ends_all_behind_the_same_step(tmp_path: Path) -
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
 
 
-def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, steps=5)
-    stop = StopRequest(Console(quiet=True), tmp_path)
-    for callback in (stop, Signalled(signal.SIGTERM, 2), Signalled(signal.SIGTERM, 2)):
-        trainer.add_callback(callback)
-    with pytest.raises(SystemExit), stop:
-        trainer.train()
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+# --- the optimiser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+@pytest.mark.parametrize(("precision", "tolerance"), [(torch.bfloat16, 1e-6), (torch.float32, 0.05)])
+def test_steps_are_those_of_torchs_muon(
+    shape: tuple[int, int], precision: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr("eagle31_hf.training.trainer.quick_dtype", lambda *_: precision)
+    ours, theirs, vector = (nn.Parameter(torch.zeros(each)) for each in (shape, shape, 8))
+    mine = MuonWithAdamW(nn.ParameterDict({"matrix": ours, "vector": vector}), lr=0.1)
+    muon = torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0)
+    for _ in range(3):
+        gradient = torch.randn(shape)
+        ours.grad, theirs.grad, vector.grad = gradient.clone(), gradient.clone(), torch.ones(8)
+        mine.step()
+        muon.step()
+    assert torch.allclose(ours, theirs, atol=3 * tolerance)
+    assert precision == torch.bfloat16 or not torch.equal(ours, theirs)
+    assert torch.allclose(vector, torch.full((8,), -0.3), atol=1e-5), "AdamW's steps"

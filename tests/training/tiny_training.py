@@ -1,45 +1,29 @@
-"""A tiny decided target, its drafter, and random documents to train on."""
+"""A tiny target, its drafter, and random documents to train on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.training.data import Document, PackedBatch, PackedDocuments
 from eagle31_hf.training.objectives import compute_features
+from helpers import CONFIGS, VOCABULARY, random_drafter, random_target
 
-VOCABULARY, DRAFT_VOCABULARY, ROW = 61, 29, 24
-
-
-def make_target() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(20)  # a decided target
-    return model
+DRAFT_VOCABULARY, ROW = 29, 24
 
 
-def make_drafter(target: LlamaForCausalLM, **fields) -> Eagle31Drafter:
-    torch.manual_seed(1)
-    drafter = Eagle31Drafter.from_target(target, draft_vocab_size=DRAFT_VOCABULARY, **fields)
-    ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[:DRAFT_VOCABULARY].sort().values
-    drafter.d2t.copy_(ids - torch.arange(DRAFT_VOCABULARY))
-    drafter._draft_ids = None
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.2)
-    return drafter
+def make_target() -> Any:
+    return random_target(CONFIGS["llama"]()).requires_grad_(False)
+
+
+def make_drafter(target: Any, **fields: Any) -> Eagle31Drafter:
+    return random_drafter(target, aux_layers=[1, 2, 4], draft_vocab_size=DRAFT_VOCABULARY, **fields)
 
 
 def make_documents(count: int = 12, seed: int = 3) -> list[Document]:
