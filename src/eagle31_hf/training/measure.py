@@ -69,11 +69,6 @@ class KnownText:
     is_cut: bool  # whether it has as many tokens as were allowed: the last one is the target's own
     noise: Callable[[], Tensor] | None = None  # makes the noise `(n, V)` it was sampled by again; `None`: it is greedy
 
-    @property
-    def num_rounds_tokens(self) -> int:
-        """Tokens written in rounds: all but the first, `n - 1`."""
-        return len(self.text.ids) - self.text.prompt_length - 1
-
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 
@@ -173,7 +168,7 @@ def acceptance_along(drafter: Eagle31Drafter, texts: Sequence[KnownText], depth:
     drafter.eval()
     try:
         for known in texts:
-            rounds = _rounds(chains_along(drafter, known, depth), known.num_rounds_tokens)
+            rounds = _rounds(chains_along(drafter, known, depth))
             kinds[known.category] = Acceptance.of((kinds.get(known.category), rounds))
     finally:
         drafter.train(was_training)
@@ -188,21 +183,22 @@ class KnownChains(NamedTuple):
     sure: Tensor  # `(T, K)` the largest probability at each level, behind the text's own tokens
 
 
-def _rounds(chains: KnownChains, tokens: int) -> Acceptance:
-    """Rounds that draft whole chains, one after the other, and write so many `tokens`."""
+def _rounds(chains: KnownChains) -> Acceptance:
+    """Rounds that draft whole chains, one after the other."""
     roots, place, kept = [], 0, chains.kept.tolist()
     while place < len(kept):
         roots.append(place)
         place += kept[place] + 1
     drafted_at = chains.inside[roots].sum(0).tolist()
     accepted_at = (chains.kept[roots][:, None] > torch.arange(chains.inside.shape[1])).sum(0).tolist()
-    return Acceptance(len(roots), sum(drafted_at), tokens - len(roots), drafted_at, accepted_at)
+    return Acceptance(len(roots), sum(drafted_at), len(kept) - len(roots), drafted_at, accepted_at)
 
 
 @torch.no_grad()
 def chains_along(drafter: Eagle31Drafter, known: KnownText, depth: int) -> KnownChains:
     """What chains of `depth` drafts of an attached drafter in evaluation mode come to along a text."""
-    text, count = known.text, known.num_rounds_tokens  # roots y_0 .. y_{n-2}
+    text = known.text
+    count = len(text.ids) - text.prompt_length - 1  # tokens written in rounds, and roots: y_0 .. y_{n-2}
     starts = torch.arange(text.prompt_length - 1, text.prompt_length - 1 + count)
     row_of = rows_of_ids(drafter)
     noise = None if known.noise is None else known.noise().to(drafter.device)
