@@ -98,8 +98,7 @@ class LiveProgress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
             steps = logs["accuracy"]
-            accuracy = " to ".join(f"{share:.2f}" for share in (*steps[:1], *steps[1:][-1:]))  # of the first and last
-            self._counting.figures = f", loss {logs['loss']:.2f}, accuracy {accuracy}"
+            self._counting.figures = f", loss {logs['loss']:.2f}, accuracy {steps[0]:.2f} to {steps[-1]:.2f}"
         if "eval_acceptance_length" in logs:
             positions = " ".join(f"{share:.2f}" for share in logs["eval_acceptance_at"])
             line = f"acceptance length {logs['eval_acceptance_length']:.3f}, by position {positions}"

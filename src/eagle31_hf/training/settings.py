@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,16 @@ MACHINE = "Machine"
 RESULT = "Publishing"
 
 
-def _metadata(group: str, help: str, **more: Any) -> dict[str, Any]:
-    """What `cli.options` makes a command-line option of."""
-    return {"flags": (), "option": {"help": help, "rich_help_panel": group, **more}}
-
-
-def _option(default: Any, group: str, help: str) -> Any:
-    return field(default=default, metadata=_metadata(group, help, show_default=default not in (None, ())))
+def _option(default: Any, group: str, help: str, **more: Any) -> Any:
+    """A field that `cli.options` makes a command-line option of; without a default it is required."""
+    option = {"help": help, "rich_help_panel": group, "show_default": default not in (None, ())}
+    return field(default=default, metadata={"flags": (), "option": option, **more})
 
 
 def _sized(small: Any, large: Any, group: str, help: str) -> Any:
     """An option whose default depends on the target's size (`preparation.resolve`)."""
     words = f"{help}; default {small} for a small target, else {large}"
-    return field(default=None, metadata={**_metadata(group, words, show_default=False), "by_size": (small, large)})
+    return _option(None, group, words, by_size=(small, large))
 
 
 def flag(name: str) -> str:
@@ -47,12 +44,10 @@ class TrainingSettings:
     """One training run. What is `None` by default is chosen to suit the target (`preparation.resolve`)."""
 
     target: str = field(metadata={"argument": {"help": "target: folder or Hub id", "show_default": False}})
-    prompts: tuple[str, ...] = field(
-        metadata=_metadata(
-            COMMON, "JSONL files, folders or Hub data sets with conversations; self or self:N: the target writes them"
-        )
+    prompts: tuple[str, ...] = _option(
+        MISSING, COMMON, "JSONL files, folders or Hub data sets with conversations; self or self:N: the target writes them"
     )
-    out: Path = field(metadata=_metadata(COMMON, "folder for the drafter, its checkpoints and its data"))
+    out: Path = _option(MISSING, COMMON, "folder for the drafter, its checkpoints and its data")
     resume: bool = _option(False, COMMON, "go on with what a run has left in the folder")
     fresh: bool = _option(False, COMMON, "remove what a run has left in the folder, and begin anew")
     quantization: str | None = _option(
