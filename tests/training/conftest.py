@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import target_path
+from helpers import random_drafter, target_of
 
 
 @pytest.fixture
@@ -17,10 +17,9 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def target():
-    return AutoModelForCausalLM.from_pretrained(target_path(), dtype=torch.float32).eval().requires_grad_(False)
+    return target_of("demo-target")
 
 
 @pytest.fixture(scope="module")
 def drafter(target) -> Eagle31Drafter:
-    torch.manual_seed(0)
-    return Eagle31Drafter.from_target(target, draft_vocab_size=64)
+    return random_drafter(target, draft_vocab_size=64)

@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from chat_rows import CHAT, chat, training, writing
+from tiny_training import CHAT, chat, training, writing
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.texts.rows import Conversation

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chat_rows import run_of, training
+from tiny_training import run_of, training
 
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.rows import Conversation
+from eagle31_hf.training import self_prompts
 from eagle31_hf.training.self_prompts import FEWEST_AT_A_TIME, self_prompt_count, user_turn, write_prompts
 
 
@@ -49,11 +50,14 @@ def test_templates_that_cannot_ask_are_told(tokenizer, monkeypatch) -> None:
             user_turn(tokenizer, None)
 
 
-def test_the_target_writes_distinct_prompts_and_goes_on_after_a_kill(tmp_path: Path, target, tokenizer) -> None:
+def test_the_target_writes_distinct_prompts_and_goes_on_after_a_kill(
+    tmp_path: Path, target, tokenizer, monkeypatch
+) -> None:
+    monkeypatch.setattr(self_prompts, "MOST_TOKENS", 40)
     file = tmp_path / "data" / "prompts.jsonl"
 
     def write(count: int, seed: int = 0) -> list[Conversation]:
-        return write_prompts(target, tokenizer, file, count, write_rows=8, seed=seed, max_new_tokens=40)
+        return write_prompts(target, tokenizer, file, count, write_rows=8, seed=seed)
 
     whole = write(10)
     assert [row.id for row in whole] == [f"self-{number}" for number in range(10)]
@@ -81,9 +85,10 @@ def test_no_more_is_written_than_is_wanted(tmp_path: Path, target, tokenizer, mo
     assert max(sizes) == FEWEST_AT_A_TIME
 
 
-def test_a_target_with_nothing_to_say_is_told(tmp_path: Path, target, tokenizer) -> None:
+def test_a_target_with_nothing_to_say_is_told(tmp_path: Path, target, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(self_prompts, "MOST_TOKENS", 1)
     with pytest.raises(TrainingError, match=r"\d of the target's prompts can be used"):
-        write_prompts(target, tokenizer, tmp_path / "p.jsonl", 3, write_rows=4, max_new_tokens=1)
+        write_prompts(target, tokenizer, tmp_path / "p.jsonl", 3, write_rows=4)
 
 
 def test_self_written_and_given_prompts_are_learned_from_together(tmp_path: Path, target, tokenizer) -> None:

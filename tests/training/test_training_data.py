@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from chat_rows import CHAT, chat, run_of, training, writing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_training import CHAT, chat, run_of, training, writing
 from torch.utils.data import default_collate
 
 from eagle31_hf.errors import ConfigurationError, TrainingError

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from chat_rows import write_rows
 from safetensors.torch import load_file
+from tiny_training import write_rows
 from typer.testing import CliRunner
 
 from eagle31_hf.cli import app

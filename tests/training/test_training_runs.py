@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from chat_rows import run_of, training, write_rows
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_training import make_drafter, make_target
+from tiny_training import make_drafter, make_target, run_of, training, write_rows
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter import loading

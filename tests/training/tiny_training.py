@@ -1,18 +1,27 @@
-"""A tiny target, its drafter, and random documents to train on."""
+"""A tiny target and its drafter with documents to train on; conversations, and runs of the embedded target."""
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.demo import target_path
 from eagle31_hf.drafter.session import DraftSession
+from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data import Document, PackedBatch, PackedDocuments
 from eagle31_hf.training.objectives import compute_features
+from eagle31_hf.training.progress import StopRequest
+from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.training.train import Run
 from helpers import CONFIGS, VOCABULARY, random_drafter, random_target
 
 DRAFT_VOCABULARY, ROW = 29, 24
@@ -55,3 +64,40 @@ def drafted_along(
     for step, place in enumerate(range(root + 1, min(root + 1 + steps, ids.shape[1]))):
         yield place, features.logits[0, place - 1], state.logits[0]
         state = session.step(ids[:, place : place + 1], state.feedback, after=step, depth=step)
+
+
+CHAT = [
+    {"role": "user", "content": "Two apples cost 4 dollars. What do five cost?"},
+    {"role": "assistant", "content": "One costs 2 dollars."},
+    {"role": "user", "content": "And five?"},
+    {"role": "assistant", "content": "10 dollars."},
+]
+
+
+def chat(**fields) -> Conversation:
+    return Conversation("row-7", "sums", tuple(CHAT), **fields)
+
+
+def write_rows(folder: Path) -> Path:
+    """A file of ten conversations of one turn."""
+    rows = folder / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(10)))
+    return rows
+
+
+def training(rows: Path | str, out: Path, **fields: Any) -> TrainingSettings:
+    """Settings by which the embedded target trains a small drafter on a CPU."""
+    defaults = {"max_length": 48, "draft_vocab_size": 256, "batch_rows": 2, "device": "cpu"}
+    return TrainingSettings(str(target_path()), (str(rows),), out, **(defaults | fields))
+
+
+def writing(**fields: Any) -> TrainingSettings:
+    """Settings by which the target writes a few tokens, greedily."""
+    defaults = {"regenerate": "each", "temperature": (0.0,), "max_new_tokens": 6, "write_rows": 4, "max_length": 1024}
+    return TrainingSettings("target", ("rows.jsonl",), Path("out"), **(defaults | fields))
+
+
+def run_of(settings: TrainingSettings, target: Any, tokenizer: Any, log: io.StringIO | None = None) -> Run:
+    """A run that says what it does to `log`."""
+    console = Console(file=log or io.StringIO(), width=200)
+    return Run(settings, target, tokenizer, console, StopRequest(console, settings.out))

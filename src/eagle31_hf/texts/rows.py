@@ -6,8 +6,8 @@ A row holds
   `value`),
 - user turns alone under `turns` (Spec-Bench, MT-Bench),
 - one prompt under `prompt`, `question`, `instruction` or `input`, with its answer under `output`, `response`,
-  `answer`, `completion` or `chosen`; or the two under `user` and `assistant`. Alpaca's `input` and a `context` are parts
-  of that prompt. `prompt` and what follows it may be messages (TRL), and `chosen` may be a whole chat,
+  `answer`, `completion` or `chosen`; or the two under `user` and `assistant`. Alpaca's `input` and a `context` are
+  parts of that prompt. `prompt` and what follows it may be messages (TRL), and `chosen` may be a whole chat,
 - plain `text`, or an exported chat of Open WebUI.
 
 Beside these may stand a `system` prompt, `tools` and `chat_template_kwargs`; a message may have `tool_calls`,

@@ -96,7 +96,6 @@ def write_prompts(
     *,
     write_rows: int = 64,
     seed: int = 0,
-    max_new_tokens: int = MOST_TOKENS,
     on_progress: OnProgress = lambda ended, underway: None,
 ) -> list[Conversation]:
     """`count` distinct prompts by the target itself, kept in `path` (JSONL) batch by batch.
@@ -107,9 +106,7 @@ def write_prompts(
         write_rows: most prompts written at a time.
         seed: of all draws.
     """
-    lines = KeptLines(
-        path, target=place_of(target), max_new_tokens=max_new_tokens, seed=seed, temperatures=TEMPERATURES
-    )
+    lines = KeptLines(path, target=place_of(target), max_new_tokens=MOST_TOKENS, seed=seed, temperatures=TEMPERATURES)
     kept = lines.rows
     seen = {row["prompt"] for row in kept}
     on_progress(min(len(kept), count), 0.0)
@@ -117,7 +114,7 @@ def write_prompts(
     while (missing := count - len(kept)) > 0:
         size = min(write_rows, max(FEWEST_AT_A_TIME, 2 * missing))
         chance = random.Random(f"prompts {seed} {batch}")
-        texts = _write_batch_of_prompts(target, tokenizer, size, chance, max_new_tokens, on_progress)
+        texts = _write_batch_of_prompts(target, tokenizer, size, chance, on_progress)
         admitted = [text for text in dict.fromkeys(texts) if text and text not in seen][:missing]
         seen |= set(admitted)
         lines.add(*({"prompt": text, "batch": batch} for text in admitted))
@@ -139,7 +136,6 @@ def _write_batch_of_prompts(
     tokenizer: PreTrainedTokenizerBase,
     size: int,
     chance: random.Random,
-    max_new_tokens: int,
     on_progress: OnProgress,
 ) -> list[str]:
     """The user's words, all at one temperature; those that did not end are left out."""
@@ -155,7 +151,7 @@ def _write_batch_of_prompts(
         target,
         [ids(openings[system] + words) for system, words in starts],
         seed=chance.getrandbits(63),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=MOST_TOKENS,
         on_token=lambda written: on_progress(0, written / 2),  # of the texts about half will be kept
         ends=ends,
         enough=MOST_ENDED,

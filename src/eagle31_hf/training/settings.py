@@ -45,7 +45,9 @@ class TrainingSettings:
 
     target: str = field(metadata={"argument": {"help": "target: folder or Hub id", "show_default": False}})
     prompts: tuple[str, ...] = _option(
-        MISSING, COMMON, "JSONL files, folders or Hub data sets with conversations; self or self:N: the target writes them"
+        MISSING,
+        COMMON,
+        "JSONL files, folders or Hub data sets with conversations; self or self:N: the target writes them",
     )
     out: Path = _option(MISSING, COMMON, "folder for the drafter, its checkpoints and its data")
     resume: bool = _option(False, COMMON, "go on with what a run has left in the folder")

@@ -246,7 +246,8 @@ def write_turns(
         on_progress(0, (earlier + written) / turns)
 
     for turn in range(turns):
-        prompts = {row: prompt_ids(tokenizer, row.conversation, row.messages + row.given[0]) for row in rows if row.given}
+        asked = [row for row in rows if row.given]
+        prompts = {row: prompt_ids(tokenizer, row.conversation, row.messages + row.given[0]) for row in asked}
         rows = [row for row, ids in prompts.items() if len(ids) <= max_prompt_tokens(settings)]
         if not rows:
             return
