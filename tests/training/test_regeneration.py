@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 from tiny_training import CHAT, chat, training, writing
 
-from eagle31_hf.demo import target_path
 from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data import render_documents
 from eagle31_hf.training.preparation import resolve
@@ -43,8 +42,9 @@ def test_writing_goes_on_after_a_kill(tmp_path: Path, target, tokenizer, monkeyp
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * 0.7)])  # in the middle of a line
     kept = file.read_bytes().count(b"\n")
-    monkeypatch.chdir(target_path().parent)
-    monkeypatch.setattr(target, "name_or_path", target_path().name)  # the same target, started from elsewhere
+    folder = Path(target.name_or_path)
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr(target, "name_or_path", folder.name)  # the same target, started from elsewhere
     calls: list[tuple[int, float]] = []
     again = regenerate(rows, target, tokenizer, file, how, on_progress=lambda *call: calls.append(call))
     assert again == whole

@@ -28,7 +28,9 @@ DRAFT_VOCABULARY, ROW = 29, 24
 
 
 def make_target() -> Any:
-    return random_target(CONFIGS["llama"]()).requires_grad_(False)
+    target = random_target(CONFIGS["llama"]()).requires_grad_(False)
+    target.lm_head.weight.mul_(20)  # a decided one, whose texts can be learned
+    return target
 
 
 def make_drafter(target: Any, **fields: Any) -> Eagle31Drafter:
