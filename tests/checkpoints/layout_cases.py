@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Config, Eagle31Drafter
 from eagle31_hf.checkpoints.eagle_network import expected_shapes
-from helpers import random_target, seeded
+from helpers import GROUPED, random_target, seeded
 from reference_drafter import Latent, Reference, plain_frequencies
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY, DRAFTS, STEPS = 32, 4, 2, 8, 48, 120, 60, 4
@@ -136,14 +136,8 @@ def write(case: Case, tensors: dict[str, Tensor], folder: Path) -> Path:
 @cache
 def make_target(layers: int, width: int = WIDTH) -> Any:
     """Shared: leave it as it is."""
-    return random_target(
-        hf.LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=width, intermediate_size=64, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
-            initializer_range=0.2, bos_token_id=1, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
-        ),
-        seed=5,
-    )  # fmt: skip
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": width, "num_hidden_layers": layers}
+    return random_target(hf.LlamaConfig(**GROUPED | sizes), seed=5)
 
 
 @torch.no_grad()

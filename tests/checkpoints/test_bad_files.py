@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -135,47 +136,39 @@ def test_a_drafter_of_absurd_size_is_refused_before_it_is_built():
             Eagle31Config(**sizes, aux_layers=layers)
 
 
+def holding(content: str) -> Callable[[Path], object]:
+    return lambda file: file.write_text(content, encoding="latin-1")
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("make", "message"),
     [
-        (None, "^(?!.*not valid JSON).*has no config.json"),
-        ("{", "not valid JSON"),
-        ("[]", "holds a list"),
-        ("\xff", "not valid JSON"),
-        ('{"hidden_size": ' + "9" * 5000 + "}", "not valid JSON"),
-        ('{"hidden_size": ' + "9" * 4000 + "}", "."),
-        ('{"rope_theta": ' + '{"deep": ' * 900 + "0" + "}" * 900 + "}", "."),
-        ('{"note": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON"),
+        (lambda file: None, "^(?!.*not valid JSON).*has no config.json"),
+        (Path.mkdir, "is a folder"),
+        (lambda file: file.symlink_to(file), "cannot be read"),
+        (os.mkfifo, "or a device"),
+        (holding("{"), "not valid JSON"),
+        (holding("[]"), "holds a list"),
+        (holding("\xff"), "not valid JSON"),
+        (holding('{"hidden_size": ' + "9" * 5000 + "}"), "not valid JSON"),
+        (holding('{"hidden_size": ' + "9" * 4000 + "}"), "."),
+        (holding('{"rope_theta": ' + '{"deep": ' * 900 + "0" + "}" * 900 + "}"), "."),
+        (holding('{"note": ' + "[" * 100_000 + "]" * 100_000 + "}"), "not valid JSON"),
     ],
 )
-def test_files_that_hold_no_configuration(tmp_path, content, message):
-    save(tmp_path, PLAIN, layout("midlayer"))
-    (tmp_path / "config.json").unlink()
-    if content is not None:
-        (tmp_path / "config.json").write_text(content, encoding="latin-1")
-    assert_refused(tmp_path, message)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"), [("folder", "is a folder"), ("link to itself", "cannot be read"), ("pipe", "or a device")]
-)
-def test_config_files_that_are_no_files(tmp_path, kind, message):
-    save(tmp_path, PLAIN, layout("midlayer"))
-    config = tmp_path / "config.json"
+def test_files_that_hold_no_configuration(tmp_path, make, message):
+    config = save(tmp_path, PLAIN, layout("midlayer")) / "config.json"
     config.unlink()
-    if kind == "folder":
-        config.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(config)
-    else:
-        config.symlink_to(config)
+    make(config)
     assert_refused(tmp_path, message)
 
 
-def test_names_that_are_no_folders():
+def test_names_that_are_no_folders(tmp_path):
     for name in ("x" * 5000, "a\0b", "~no-such-user-here/drafter", "./no/such/folder"):
         with pytest.raises(CheckpointNotFoundError, match="Hub id"):
             read_checkpoint(name)
+    with pytest.raises(CheckpointNotFoundError, match="is a file"):
+        read_checkpoint(save(tmp_path, PLAIN, layout("midlayer")) / "config.json")
 
 
 # --- the index --------------------------------------------------------------------------------------------------------
@@ -207,9 +200,10 @@ def test_shards_or_an_index_that_are_missing(tmp_path):
     assert_refused(tmp_path, "no model.safetensors.index.json")
 
 
-def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path):
+def test_a_folder_without_weights_or_with_a_pipe_in_their_place(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PLAIN))
-    os.mkfifo(tmp_path / "drafter.safetensors")
+    assert_refused(tmp_path, "no weights")
+    os.mkfifo(tmp_path / "drafter.safetensors")  # which is not waited for
     assert_refused(tmp_path, "no weights")
 
 
