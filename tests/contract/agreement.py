@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
 
-from eagle31_hf import SpeculationStats
 from families import RECURRENT_FAMILIES, SEEING_FAMILIES, SEEING_HYBRIDS, TEXT_FAMILIES, recurrent_target
 from helpers import (
     FAMILIES,
-    GREEDY,
     assert_same_text,
     drafter_of,
     left_padded,
     prompts_for,
     random_drafter,
     random_target,
-    seeded,
+    stats_of,
     target_of,
 )
+from helpers import write as write_greedily
 
 TARGETS = (*FAMILIES, "stories260K", "demo-target")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -30,6 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 COMPILED = {f"{name} compiled": {**shape, "acceleration": "compile"} for name, shape in SHAPES.items()}
 LOOPS = {**SHAPES, **COMPILED}
 NEW_TOKENS = 24
+write = partial(write_greedily, max_new_tokens=NEW_TOKENS)
 WRITTEN: dict[str, dict[str, Any]] = {name: {} for name in TARGETS}
 """Plain texts of each target: the same ones are compared with several loops."""
 
@@ -43,12 +43,6 @@ def assert_plain(name: str, inputs: dict[str, Tensor], loop: str, **how: Any) ->
     return text
 
 
-def stats_of(name: str) -> SpeculationStats:
-    stats = drafter_of(name).stats
-    assert stats is not None
-    return stats
-
-
 @cache
 def prompts(name: str, rows: int) -> dict[str, Tensor]:
     return left_padded(prompts_for(name, rows, seed=17))
@@ -59,11 +53,6 @@ def free_text(name: str, rows: int) -> Tensor:
     """New tokens `(rows, NEW_TOKENS)` of a text that nothing ends."""
     inputs = prompts(name, rows)
     return write(name, inputs)[:, inputs["input_ids"].shape[1] :]
-
-
-def write(name: str, inputs: dict[str, Tensor], seed: int = 0, **kwargs: Any) -> Any:
-    with seeded(seed):
-        return target_of(name).generate(**inputs, **{**GREEDY, "max_new_tokens": NEW_TOKENS, **kwargs})
 
 
 # --- other families ---------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from eagle31_hf.loop.round import Round
 from eagle31_hf.loop.text import Sequences
 from eagle31_hf.sampling import callers_code
 from helpers import (
-    GREEDY,
     Shown,
     assert_same_text,
     configured,
@@ -32,6 +31,7 @@ from helpers import (
     seeded,
     target_of,
     use_fixed_shapes_only,
+    write,
 )
 from matrix import pairwise
 from memory_faults import Fault
@@ -42,11 +42,6 @@ LOOPS = SHAPES | {f"{name} compiled": shape | {"acceleration": "compile"} for na
 
 def prompts(rows: int = 1, seed: int = 0) -> dict[str, Tensor]:
     return left_padded(prompts_for("llama", rows, seed=seed))
-
-
-def write(inputs: dict[str, Tensor], seed: int = 0, **kwargs: Any) -> Any:
-    with seeded(seed):
-        return target_of("llama").generate(**inputs, **{**GREEDY, "max_new_tokens": 20, **kwargs})
 
 
 def assert_plain(inputs: dict[str, Tensor], **how: Any) -> Tensor:
@@ -132,7 +127,7 @@ def test_texts_end_and_are_shown_as_in_plain_decoding(kind: str, rows: int, do_s
     for seed in range(3):
         inputs = prompts(rows, seed)
         how: dict[str, Any] = {"seed": 5, "do_sample": do_sample}
-        free = write(inputs, **how)  # drafts go on behind the text's end
+        free = write("llama", inputs, max_new_tokens=20, **how)  # drafts go on behind the text's end
         text = assert_plain(inputs, loop="own" if is_own else "plain", why=why, truth=free, right=4, fresh=fresh, **how)
         plains, ours = shown[-2:]
         assert (ours.tokens, ours.blocks[-1:]) == (plains.tokens, plains.blocks[-1:])
@@ -171,7 +166,7 @@ def test_a_processor_is_shown_each_prefix_once_and_nothing_behind_the_end(
     use_fixed_shapes_only(monkeypatch)
     inputs, how = prompts(), {"do_sample": do_sample, "max_new_tokens": 30}
     length = inputs["input_ids"].shape[1]
-    free = write(inputs, logits_processor=[Strict()], **how)
+    free = write("llama", inputs, logits_processor=[Strict()], **how)
     limits: list[dict[str, Any]] = [{}, {"eos_token_id": int(free[0, length + 9])}, {"max_new_tokens": 9}]
     for depth, limit in itertools.product((6, 1), limits):
         shown, ends = list[Strict](), [limit.get("eos_token_id")]
@@ -334,15 +329,16 @@ def test_what_cannot_be_followed_any_more_is_said(processor: Callable[[], Any], 
     """A processor was shown drafts, or drew behind one, before a criterion drew. What it made of them is of no use."""
     inputs, asked = prompts(seed=2), list[list[int]]()
     length = inputs["input_ids"].shape[1]
-    free = write(inputs, 2, do_sample=do_sample, logits_processor=[processor()])
+    free = write("llama", inputs, 2, max_new_tokens=20, do_sample=do_sample, logits_processor=[processor()])
 
     def note(ids: Tensor, scores: Tensor) -> Tensor:
         asked.append(ids[0].tolist())
         return scores
 
     how: dict[str, Any] = {"logits_processor": [processor(), note], "stopping_criteria": [Luck(first)]}
+    how |= {"max_new_tokens": 20, "do_sample": do_sample}
     with configured(drafter_of("llama"), num_assistant_tokens=4) as drafter, oracle_drafts(free, length, right=4):
-        text = write(inputs, 2, do_sample=do_sample, assistant_model=drafter, **how)[0].tolist()
+        text = write("llama", inputs, 2, assistant_model=drafter, **how)[0].tolist()
     assert any("took random numbers" in why for why in drafter.stats.fallbacks)
     assert all(text[:end] in asked for end in range(length, len(text)))
 
@@ -432,7 +428,7 @@ def test_memory_that_the_callers_code_runs_out_of_is_not_the_targets(where: str)
             return list(range(96))
 
     with pytest.raises(torch.OutOfMemoryError, match="the caller's own"):
-        write(prompts(), assistant_model=drafter, **{where: given})
+        write("llama", prompts(), assistant_model=drafter, **{where: given})
     assert code.calls == 3, "it is not asked again"
     assert drafter.stats.memory_steps == {}
     assert_plain(prompts())

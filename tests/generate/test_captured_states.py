@@ -23,7 +23,7 @@ from eagle31_hf.graphs.steps import GraphKey, Step, tensors_in
 from eagle31_hf.graphs.verify import CompiledVerification
 from eagle31_hf.loop.pair import Pair
 from families import recurrent_target
-from helpers import assert_same_text, configured, prompts_of, random_drafter
+from helpers import assert_same_text, configured, prompts_of, random_drafter, write
 from recorder import Recorder
 
 TAPED = ("qwen3_5_text", "bamba", "nemotron_h", "lfm2")
@@ -122,14 +122,14 @@ def test_single_tokens(family: str, recorder: Recorder) -> None:
 def test_turns_go_on_from_what_was_handed_over(recorder: Recorder) -> None:
     """The next text is written over the states of the last one, but not over those of a cache that somebody has."""
     drafter = make_pair("qwen3_5_text")
-    target, call = drafter.binding.model, {"max_new_tokens": 20, "pad_token_id": 0, **GREEDY}
+    target, call = drafter.binding.model, {"max_new_tokens": 20}
     past = {CACHE_ARGUMENT: DynamicCache(config=target.config)}
-    first = target.generate(**prompts_of([9]), **call, assistant_model=drafter, **past)
+    first = write(target, prompts_of([9]), assistant_model=drafter, **call, **past)
     assert_plain(drafter, 5)
     more = torch.cat((first, torch.tensor([[7, 8, 9]])), 1)
     second = {"input_ids": more, "attention_mask": torch.ones_like(more)}
-    ours = target.generate(**second, **call, assistant_model=drafter, **past)
-    assert torch.equal(ours, target.generate(**second, **call))
+    ours = write(target, second, assistant_model=drafter, **call, **past)
+    assert torch.equal(ours, write(target, second, **call))
     assert_captured(drafter, recorder)
 
 

@@ -8,41 +8,30 @@ from typing import Any
 
 import pytest
 import transformers as hf
-from greedy_calls import greedy, one, stats_of
 
 from eagle31_hf import Eagle31GenerationConfig
 from eagle31_hf.errors import ConfigurationError, Eagle31Error
-from helpers import configured, drafter_of
+from helpers import configured, drafter_of, one, stats_of, write
 
 
 def test_number_of_assistant_tokens_is_honoured() -> None:
-    drafter = drafter_of("llama")
-    for depth in (1, 3, 7):
-        with configured(drafter, num_assistant_tokens=depth):
-            greedy("llama", one(), assistant_model=drafter)
-        assert len(stats_of().drafted_at) == depth
-        with configured(drafter, num_assistant_tokens=2):
-            greedy("llama", one(), assistant_model=drafter, num_assistant_tokens=depth)
-        assert len(stats_of().drafted_at) == depth, "what the call asks for comes first"
-
-
-def test_transformers_default_is_honoured_where_it_is_asked_for() -> None:
-    """20 draft tokens, which `generate` fills in where nothing is set."""
+    """What the call asks for comes first; transformers' 20, which `generate` fills in where nothing is set, only where
+    they are asked for."""
     drafter, unset = drafter_of("llama"), hf.GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=40)
     asked = hf.GenerationConfig(num_assistant_tokens=20)
-    for how, length in (
-        ({"num_assistant_tokens": 20}, 20), ({"generation_config": asked}, 20),
-        ({}, 3), ({"generation_config": unset}, 3),
+    for own, how, length in (
+        (1, {}, 1), (7, {}, 7), (2, {"num_assistant_tokens": 3}, 3), (3, {"num_assistant_tokens": 20}, 20),
+        (3, {"generation_config": asked}, 20), (3, {"generation_config": unset}, 3),
     ):  # fmt: skip
-        with configured(drafter, num_assistant_tokens=3):
-            greedy("llama", one(), assistant_model=drafter, max_new_tokens=40, **how)
+        with configured(drafter, num_assistant_tokens=own):
+            write("llama", one(), assistant_model=drafter, max_new_tokens=40, **how)
         assert len(stats_of().drafted_at) == length
 
 
 def test_trees_have_the_size_asked_for_which_alone_asks_for_a_tree() -> None:
     for size, fields in ((9, {"draft_top_k": 3}), (7, {})):
         with configured(drafter_of("llama"), num_assistant_tokens=3, draft_tree_size=size, **fields) as drafter:
-            greedy("llama", one(), assistant_model=drafter, max_new_tokens=8)
+            write("llama", one(), assistant_model=drafter, max_new_tokens=8)
         assert 3 * stats_of().rounds < stats_of().drafted <= (size - 1) * stats_of().rounds, "more than a chain"
 
 
@@ -54,7 +43,7 @@ def test_trees_have_the_size_asked_for_which_alone_asks_for_a_tree() -> None:
         ("draft_min_confidence", 1.5), ("draft_min_confidence", "low"), ("prefill_chunk_size", -3),
         ("prefill_chunk_size", "four"), ("draft_top_k", True), ("draft_top_k", -1), ("draft_window", 0),
         ("draft_window", 2.5), ("draft_window", "wide"), ("draft_window", True), ("cache_type", "int2"),
-        ("speculation_loop", "stock"),
+        ("cache_type", None), ("speculation_loop", "stock"),
     ],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused_where_they_are_set(field: str, value: Any) -> None:
@@ -71,11 +60,12 @@ def test_settings_that_make_no_sense_are_refused_where_they_are_set(field: str, 
     [
         ({"draft_top_k": 1, "draft_tree_size": 7}, "draft_tree_size is 7 and draft_top_k 1"),
         ({"draft_top_k": 97}, "draft_top_k is 97, more than the 96 tokens"),
+        ({"cache_type": "int8", "speculation_loop": "plain"}, "only our own loop"),
     ],
 )
 def test_settings_that_contradict_each_other_or_the_drafter(fields: dict[str, Any], said: str) -> None:
     with configured(drafter_of("llama"), **fields) as drafter, pytest.raises(ConfigurationError, match=said):
-        greedy("llama", one(), assistant_model=drafter)
+        write("llama", one(), assistant_model=drafter)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +75,7 @@ def test_settings_that_contradict_each_other_or_the_drafter(fields: dict[str, An
 def test_settings_of_a_call_that_make_no_sense(field: str, value: Any) -> None:
     """Each would have gone on silently, or died in torch."""
     with pytest.raises(Eagle31Error, match=field):
-        greedy("llama", one(), assistant_model=drafter_of("llama"), **{field: value})
+        write("llama", one(), assistant_model=drafter_of("llama"), **{field: value})
 
 
 def test_fields_that_nothing_would_read_are_refused_by_name() -> None:
@@ -96,14 +86,17 @@ def test_fields_that_nothing_would_read_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match=r"'draft_topk'.*draft_top_k"):
         config.draft_topk = 4
     assert not hasattr(config, "draft_topk")
-    for made in (lambda: Eagle31GenerationConfig(draft_length_bounds=(1, 8)),
-                 lambda: setattr(config, "draft_length_bounds", (1, 8))):  # fmt: skip
-        with pytest.raises(ConfigurationError, match=r"draft_length_bounds was removed in 0\.2\.0: "):
-            made()
+    removed = {"draft_length_bounds": ((1, 8), "draft_length_bounds was"), "cache_type": ("fp8", "cache_type fp8 was")}
+    for name, (value, said) in removed.items():
+        with pytest.raises(ConfigurationError, match=rf"{said} removed in 0\.2\.0: "):
+            Eagle31GenerationConfig(**{name: value})
+        with pytest.raises(ConfigurationError, match=rf"{said} removed in 0\.2\.0: "):
+            setattr(config, name, value)
     twin = copy.deepcopy(config)
-    twin.temperature = 0.5
+    twin.temperature, twin.cache_type = 0.5, "int8"
     assert isinstance(twin, hf.GenerationConfig)
-    assert Eagle31GenerationConfig.from_dict(twin.to_dict()).to_dict() == twin.to_dict()
+    again = Eagle31GenerationConfig.from_dict(twin.to_dict())
+    assert (again.to_dict(), again.cache_type) == (twin.to_dict(), "int8")
 
 
 def test_fields_of_version_0_1_are_ignored_with_a_line_and_refused_when_they_are_set(tmp_path, caplog) -> None:

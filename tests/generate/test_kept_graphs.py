@@ -45,7 +45,7 @@ from eagle31_hf.graphs.seen import ModelState
 from eagle31_hf.graphs.steps import GraphKey
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.measure.bench import BenchSettings, has_graphs
-from helpers import configured
+from helpers import assert_same_text, configured
 
 pytestmark = pytest.mark.usefixtures("no_compiler")
 
@@ -108,9 +108,7 @@ def test_what_was_not_compiled_for_is_eager(warmed: Eagle31Drafter, how: dict[st
 
 def test_longer_texts_than_were_compiled_for(warmed: Eagle31Drafter) -> None:
     ids = torch.arange(3, 93)[None]
-    model = kept_target()
-    how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 80}
-    assert torch.equal(model.generate(ids, assistant_model=warmed, **how), model.generate(ids, **how))
+    assert_same_text(kept_target(), warmed, ids, max_new_tokens=80)
     assert {key.shape[-1] for key in Pair.of(warmed).graphs.keys if key.kind == "advance"} == {128}
 
 

@@ -22,11 +22,11 @@ from helpers import (
     DEMO_DRAFTER,
     demo_tokenizer,
     drafter_of,
-    left_padded,
-    prompts_for,
+    one,
     random_drafter,
     random_target,
     target_of,
+    write,
 )
 
 pytestmark = pytest.mark.contract
@@ -37,44 +37,39 @@ def target() -> Any:
     return random_target(CONFIGS["llama"]())
 
 
-def write(target: Any, **kwargs: Any) -> Any:
-    inputs = left_padded(prompts_for("llama", 1))
-    return target.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0, **kwargs)
-
-
 @pytest.mark.parametrize("layout", ["plain", "speculators"])
 @pytest.mark.parametrize("kind", [str, Path])
 def test_generate_takes_the_name_of_a_drafter(target: Any, tmp_path: Path, layout: str, kind: type) -> None:
     drafter = random_drafter(target)
     drafter.save_pretrained(tmp_path, format=layout)
     drafter.detach()  # a drafter of that name is one of its own
-    out = write(target, assistant_model=kind(tmp_path), return_dict_in_generate=True)
-    assert torch.equal(out.sequences, write(target))
+    out = write(target, one(), assistant_model=kind(tmp_path), return_dict_in_generate=True)
+    assert torch.equal(out.sequences, write(target, one()))
     assert out.speculation_stats.loop == "own"
     assert out.speculation_stats.drafted > 0
 
 
 def test_a_drafter_is_loaded_once_and_goes_with_its_target(target: Any, tmp_path: Path) -> None:
     random_drafter(target).save_pretrained(tmp_path)
-    write(target, assistant_model=str(tmp_path))
+    write(target, one(), assistant_model=str(tmp_path))
     first = vars(target)[KEPT_AT][str(tmp_path)]
-    write(target, assistant_model=str(tmp_path))
+    write(target, one(), assistant_model=str(tmp_path))
     assert list(vars(target)[KEPT_AT].values()) == [first]
     assert not any("drafter" in name or "_eagle31" in name for name in target.state_dict())
     for twin in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
         assert vars(twin)[KEPT_AT] == {}
-        assert torch.equal(write(twin, assistant_model=str(tmp_path)), write(target))
+        assert torch.equal(write(twin, one(), assistant_model=str(tmp_path)), write(target, one()))
         assert vars(twin)[KEPT_AT][str(tmp_path)] is not first
 
 
 def test_names_of_other_things_say_what_to_do(target: Any, tmp_path: Path) -> None:
     target.save_pretrained(tmp_path / "model")
     with pytest.raises(UnsupportedGenerationError, match=r"no EAGLE-3.*AutoModelForCausalLM"):
-        write(target, assistant_model=str(tmp_path / "model"))
+        write(target, one(), assistant_model=str(tmp_path / "model"))
     with pytest.raises(CheckpointNotFoundError, match="no-such"):
-        write(target, assistant_model=str(tmp_path / "no-such" / "folder" / "anywhere"))
+        write(target, one(), assistant_model=str(tmp_path / "no-such" / "folder" / "anywhere"))
     with pytest.raises(IncompatibleTargetError, match="hidden size"):
-        write(target, assistant_model=str(DEMO_DRAFTER))
+        write(target, one(), assistant_model=str(DEMO_DRAFTER))
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

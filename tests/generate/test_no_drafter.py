@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from kept_pairs import kept_target, kinds, make_pair
-from transformers import DynamicCache
 
 from eagle31_hf import NoDrafter, SpeculationStats
-from eagle31_hf.cache.stock import CACHE_ARGUMENT
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
 from eagle31_hf.generate.warm_up import warm_up
 from eagle31_hf.graphs.steps import GraphKey
@@ -28,6 +26,7 @@ from helpers import (
     FAMILIES,
     VOCABULARY,
     assert_same_text,
+    assert_same_turns,
     configured,
     drafter_of,
     left_padded,
@@ -105,18 +104,9 @@ def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cache_goes_from_turn_to_turn() -> None:
-    target = target_of("llama")
-    alone, cache = NoDrafter(target), DynamicCache(config=target.config)
-    text = torch.tensor([random_prompts(1)[0]])
-    for _ in range(2):
-        how = {**GREEDY, "max_new_tokens": 20}
-        out = target.generate(
-            text, assistant_model=alone, return_dict_in_generate=True, **{CACHE_ARGUMENT: cache}, **how
-        )  # fmt: skip
-        assert torch.equal(out.sequences, target.generate(text, **how))
-        assert cache.get_seq_length() == out.sequences.shape[1] - 1
-        text = torch.cat((out.sequences, torch.tensor([[5, 6, 7]])), 1)
-    assert alone.stats.prefilled_tokens == 4, "the last token of the first turn, and three new ones"
+    how = {**GREEDY, "max_new_tokens": 20}
+    read = assert_same_turns(target_of("llama"), NoDrafter(target_of("llama")), left_padded(random_prompts(1)), **how)
+    assert read[1] == 4, "the last token of the first turn, and three new ones"
 
 
 def test_a_drafter_may_be_attached_beside_it() -> None:

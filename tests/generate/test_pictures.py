@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,14 +21,14 @@ from eagle31_hf.loop.survive import FallbackStep
 from eagle31_hf.targets.prompt_forward import PromptForward
 from families import GPT_2, IDS, IMAGE, SEEING_FAMILIES, VIDEO, hearing_inputs, hearing_model, picture_of
 from helpers import (
-    GREEDY,
     assert_same_text,
     configured,
     left_padded,
-    oracle_drafts,
     random_drafter,
     random_prompts,
     random_target,
+    side_by_side,
+    write,
 )
 from memory_faults import Fault
 
@@ -41,10 +39,6 @@ FAMILIES = ("gemma3", "qwen2.5_vl")  # windows and pictures that see both ways; 
 def pair(family: str) -> tuple[Any, Eagle31Drafter]:
     model = hearing_model() if family == "qwen2_audio" else SEEING_FAMILIES[family].model()
     return model, random_drafter(model, aux_layers=[1, 2, 4])
-
-
-def greedy(model: Any, inputs: dict[str, Any], **kwargs: Any) -> Any:
-    return model.generate(**inputs, **{**GREEDY, **kwargs})
 
 
 def assert_is_plains(family: str, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
@@ -102,17 +96,10 @@ def test_what_else_generate_returns(family: str, how: dict[str, Any]) -> None:
 def test_threads_with_a_picture_each(family: str) -> None:
     model, drafter = pair(family)
     pictures = [SEEING_FAMILIES[family].inputs(n, rows=1 + n % 2, padding=[n, 0][: 1 + n % 2]) for n in range(8)]
-    plain = [greedy(model, inputs) for inputs in pictures]
-    greedy(model, pictures[0], assistant_model=drafter)  # the first of a kind is tried
-    together = threading.Barrier(8)
-
-    def write(inputs: dict[str, Tensor]) -> Tensor:
-        together.wait()
-        return greedy(model, inputs, assistant_model=drafter)
-
-    with ThreadPoolExecutor(8) as pool:
-        for ours, text in zip(pool.map(write, pictures), plain, strict=True):
-            assert torch.equal(ours, text)
+    plain = [write(model, inputs) for inputs in pictures]
+    write(model, pictures[0], assistant_model=drafter)  # the first of a kind is tried
+    texts = side_by_side(lambda n: write(model, pictures[n], assistant_model=drafter), len(pictures))
+    assert all(map(torch.equal, texts, plain))
 
 
 # --- the next turn ----------------------------------------------------------------------------------------------------
@@ -127,11 +114,11 @@ def test_the_next_turn_still_sees_the_picture(family: str, whole: bool) -> None:
     for first, second in ((None, None), (drafter, drafter), (None, drafter)):
         cache = hf.DynamicCache(config=model.config.get_text_config())
         inputs = SEEING_FAMILIES[family].inputs(1) | {"past_key_values": cache}
-        answer = greedy(model, inputs, return_dict_in_generate=True, assistant_model=first).sequences
+        answer = write(model, inputs, return_dict_in_generate=True, assistant_model=first).sequences
         more = torch.cat((answer, torch.tensor([[7, 9, 11]])), dim=1)
         passed = more if whole else more[:, cache.get_seq_length() :]
         turn = {"input_ids": passed, "attention_mask": torch.ones_like(more), "past_key_values": cache}
-        texts.append(greedy(model, turn, assistant_model=second)[:, -16:])
+        texts.append(write(model, turn, assistant_model=second)[:, -16:])
     assert torch.equal(texts[1], texts[0])
     assert torch.equal(texts[2], texts[0])
 
@@ -140,12 +127,12 @@ def test_new_pictures_behind_a_cache_are_plains_business() -> None:
     model, drafter = pair("llava")
     before = left_padded(random_prompts(1, vocabulary=80))
     inputs = SEEING_FAMILIES["llava"].inputs(1)
-    whole = torch.cat((greedy(model, before), inputs["input_ids"]), dim=1)
+    whole = torch.cat((write(model, before), inputs["input_ids"]), dim=1)
     inputs |= {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
 
     def fresh() -> dict[str, Any]:
         cache = hf.DynamicCache(config=model.config.get_text_config())
-        greedy(model, before, past_key_values=cache)
+        write(model, before, past_key_values=cache)
         return {"past_key_values": cache}
 
     assert_same_text(model, drafter, inputs, loop="plain", why="cache", fresh=fresh)
@@ -171,9 +158,9 @@ def test_an_input_of_every_forward_is_found_out() -> None:
     inputs = left_padded(random_prompts(1))
     inputs["token_type_ids"] = torch.ones_like(inputs["input_ids"])
     text = assert_same_text(model, drafter, inputs, loop="plain", why="logits differ")
-    assert not torch.equal(text, greedy(model, {**inputs, "token_type_ids": None})), "or nothing is tested"
+    assert not torch.equal(text, write(model, {**inputs, "token_type_ids": None})), "or nothing is tested"
     with configured(drafter, speculation_loop="own"), pytest.raises(UnsupportedGenerationError, match="token_type_ids"):
-        greedy(model, inputs, assistant_model=drafter)
+        write(model, inputs, assistant_model=drafter)
 
 
 def test_positions_that_were_counted_wrong_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +176,7 @@ def test_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried, attempt = [], continuation._try
     monkeypatch.setattr(continuation, "_try", lambda *given: tried.append(given) or attempt(*given))
     for picture in (1, 2):
-        greedy(model, SEEING_FAMILIES["gemma3"].inputs(picture), assistant_model=drafter)
+        write(model, SEEING_FAMILIES["gemma3"].inputs(picture), assistant_model=drafter)
     assert len(tried) == 1
 
 
@@ -214,19 +201,14 @@ def test_memory_that_runs_out_changes_no_text(family: str, place: str) -> None:
     model, drafter = pair(family)
     drafter.binding.not_continued.clear()
     inputs = SEEING_FAMILIES[family].inputs(1, rows=3, padding=[0, 5, 2])
-    plain = greedy(model, inputs)
-    new = plain[1, inputs["input_ids"].shape[1] :].tolist()
+    new = write(model, inputs)[1, inputs["input_ids"].shape[1] :].tolist()
     ends = {"eos_token_id": max(new[:-1], key=new.index)}  # what comes up last
-    plain = greedy(model, inputs, **ends)
     owner, name, at = PLACES[place]
-    with oracle_drafts(plain, inputs["input_ids"].shape[1], seed=2), Fault(at).before(owner, name) as fault:
-        assert torch.equal(greedy(model, inputs, assistant_model=drafter, **ends), plain)
+    loop, why = ("plain", "memory ran out") if place == "trying" else ("own", "")
+    with Fault(at).before(owner, name) as fault:
+        assert_same_text(model, drafter, inputs, oracle=2, loop=loop, why=why, **ends)
     assert fault.raised
-    assert drafter.stats is not None
     if place == "trying":
-        assert drafter.stats.loop == "plain"
-        assert "memory ran out" in drafter.stats.reason
         assert not drafter.binding.not_continued, "it is tried again"
     else:
-        assert drafter.stats.loop == "own"
         assert FallbackStep.FREE.value in drafter.stats.memory_steps

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch import Tensor
 from eagle31_hf.errors import NotAttachedError
 from eagle31_hf.stats import LastStats, SpeculationStats
 from helpers import (
-    GREEDY,
     Shown,
     assert_same_text,
     configured,
@@ -24,42 +21,17 @@ from helpers import (
     left_padded,
     random_drafter,
     random_prompts,
+    side_by_side,
     target_of,
     use_fixed_shapes_only,
+    write,
 )
 
-THREADS = 8
 TREE: dict[str, Any] = {"draft_top_k": 2, "draft_tree_size": 11}
 
 
 class OnPurpose(Exception):
     """Raised by a streamer."""
-
-
-def write(inputs: dict[str, Tensor], length: int, **kwargs: Any) -> Any:
-    return target_of("llama").generate(**inputs, **{**GREEDY, "max_new_tokens": length}, **kwargs)
-
-
-def tasks(count: int, largest_batch: int) -> list[tuple[dict[str, Tensor], int]]:
-    """Prompts of many lengths, alone and in batches, with texts of many lengths."""
-    prompts = random_prompts(2 * count + largest_batch, seed=8)
-    return [
-        (left_padded([prompts.pop() for _ in range(1 + index % largest_batch)]), 2 + 3 * (index % 4))
-        for index in range(count)
-    ]
-
-
-def side_by_side(call: Callable[[int], Any], count: int) -> list[Any]:
-    """Results of so many calls, made by `THREADS` threads that begin together."""
-    together, results = threading.Barrier(THREADS), dict[int, Any]()
-
-    def begin(first: int) -> None:
-        together.wait()
-        results.update({index: call(index) for index in range(first, count, THREADS)})
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(begin, range(THREADS)))
-    return [results[index] for index in range(count)]
 
 
 @pytest.mark.slow
@@ -70,16 +42,19 @@ def test_texts_are_those_of_one_call_after_the_other(
     shape: dict[str, Any], acceleration: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_fixed_shapes_only(monkeypatch)
-    work = tasks(THREADS * 4, 3)
-    alone = [write(inputs, length) for inputs, length in work]
+    prompts = random_prompts(67, seed=8)  # of many lengths, alone and in batches, for texts of many lengths
+    rows = [left_padded([prompts.pop() for _ in range(1 + index % 3)]) for index in range(32)]
+    work = [(inputs, 2 + 3 * (index % 4)) for index, inputs in enumerate(rows)]
+    alone = [write("llama", inputs, max_new_tokens=length) for inputs, length in work]
 
     def call(index: int) -> Tensor | None:
         inputs, length = work[index]
         if index % 5 == 4:  # its forwards pass the same hooks
-            return write(inputs, length)
+            return write("llama", inputs, max_new_tokens=length)
         raises = {"streamer": Shown(OnPurpose, 1 + index % 3)} if index % 9 == 0 else {}
+        how = {"assistant_model": drafter, "return_dict_in_generate": True, **raises}
         try:
-            out = write(inputs, length, assistant_model=drafter, return_dict_in_generate=True, **raises)
+            out = write("llama", inputs, max_new_tokens=length, **how)
         except OnPurpose:
             return None
         assert out.speculation_stats is drafter.stats, "the thread's own"

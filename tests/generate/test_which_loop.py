@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from greedy_calls import greedy, one
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
@@ -24,12 +23,14 @@ from helpers import (
     configured,
     drafter_of,
     left_padded,
+    one,
     prompts_for,
     random_drafter,
     random_prompts,
     random_target,
     seeded,
     target_of,
+    write,
 )
 
 
@@ -97,6 +98,9 @@ def test_what_was_asked_for_and_caches_and_beams_of_transformers() -> None:
         return {"past_key_values": hf.StaticCache(config=target.config, max_cache_len=64)}
 
     assert_same_text(target, drafter, why="StaticCache", fresh=cache, **plain)
+    plain |= {"settings": {"cache_type": "int8"}, "cache_implementation": "static"}
+    assert_same_text(target, drafter, why="cache_type is not used there", **plain)
+    assert drafter.stats.cache_type == "full"
 
 
 @pytest.mark.parametrize("other", [{"use_mtp": True}, {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}])
@@ -133,7 +137,7 @@ def test_prompt_that_ends_with_end_of_sequence() -> None:
 
 def test_ensemble_weight_is_refused() -> None:
     with pytest.raises((UnsupportedGenerationError, ValueError, TypeError), match="assistant_ensemble_weight"):
-        greedy("llama", one(), assistant_model=drafter_of("llama"), assistant_ensemble_weight=0.5)
+        write("llama", one(), assistant_model=drafter_of("llama"), assistant_ensemble_weight=0.5)
 
 
 # --- what the model is given ------------------------------------------------------------------------------------------
@@ -148,7 +152,7 @@ def test_masks_of_another_length_than_the_prompt() -> None:
         assert_same_text(target_of("llama"), drafter, inputs | {"attention_mask": wide}, loop="plain", why=why)
     for short in (mask[:, 2:], torch.cat((0 * mask[:, :1], mask[:, 3:]), 1)):
         with pytest.raises(UnsupportedGenerationError, match="attention mask covers"):
-            greedy("llama", inputs | {"attention_mask": short}, assistant_model=drafter)
+            write("llama", inputs | {"attention_mask": short}, assistant_model=drafter)
 
 
 @pytest.mark.contract
@@ -188,7 +192,7 @@ def test_a_call_that_plain_decoding_refuses_gets_plains_answer(changed: dict[str
     said = []
     for assistant in (None, drafter_of("llama")):
         with pytest.raises((ValueError, RuntimeError), match=word) as error:
-            greedy("llama", {"input_ids": one()["input_ids"]} | changed, assistant_model=assistant)
+            write("llama", {"input_ids": one()["input_ids"]} | changed, assistant_model=assistant)
         said.append(str(error.value))
     assert said[0] == said[1]
 
