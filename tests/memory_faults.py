@@ -26,7 +26,7 @@ from eagle31_hf.loop.accept import Acceptor
 from eagle31_hf.loop.round import Round
 from eagle31_hf.loop.survive import FallbackStep
 from eagle31_hf.loop.text import Sequences
-from helpers import configured, drafter_of, left_padded, oracle_drafts, target_of
+from helpers import configured, drafter_of, oracle_drafts, prompts_of, stats_of, target_of, write
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 FREED, CHUNKED, DROPPED = (step.value for step in FallbackStep)
@@ -130,40 +130,30 @@ METHODS: dict[str, tuple[Any, str]] = {
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def prompts_of(batch: int) -> dict[str, Tensor]:
-    dice = torch.Generator().manual_seed(5)
-    return left_padded([torch.randint(3, 90, (n,), generator=dice).tolist() for n in LENGTHS[batch]])
+def inputs_of(batch: int) -> dict[str, Tensor]:
+    return prompts_of(LENGTHS[batch], seed=5)
 
 
 @functools.cache
 def truth_of(name: str, batch: int, end: bool = False) -> Tensor:
     """What the target writes alone; with `end`, some token of row 0 ends a row."""
-    inputs = prompts_of(batch)
-    with torch.no_grad():
-        return target_of(name).generate(**inputs, **how(name, batch, end))
+    return write(name, inputs_of(batch), **how(name, batch, end))
 
 
 def how(name: str, batch: int, end: bool) -> dict[str, Any]:
-    settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "prefill_chunk_size": 5}
-    if end:
-        free = truth_of(name, batch)
-        settings |= {"eos_token_id": int(free[0, -5]), "pad_token_id": 0}
-    return settings
+    ends = {"eos_token_id": int(truth_of(name, batch)[0, -5])} if end else {}
+    return {"max_new_tokens": NEW_TOKENS, "prefill_chunk_size": 5, **ends}
 
 
 def speculative(name: str, batch: int, *, end: bool = False, **more: Any) -> Any:
     """The same with drafts that are right by lot."""
-    inputs = prompts_of(batch)
-    with oracle_drafts(truth_of(name, batch, end), inputs["input_ids"].shape[1], seed=3):
-        return target_of(name).generate(**inputs, assistant_model=drafter_of(name), **{**how(name, batch, end), **more})
+    with oracle_drafts(truth_of(name, batch, end), max(LENGTHS[batch]), seed=3):
+        return write(name, inputs_of(batch), assistant_model=drafter_of(name), **how(name, batch, end) | more)
 
 
 def steps_of(name: str) -> dict[str, int]:
-    stats = drafter_of(name).stats
-    assert stats is not None
-    assert stats.loop == "own"
-    return stats.memory_steps
+    assert stats_of(name).loop == "own"
+    return stats_of(name).memory_steps
 
 
 def assert_survives(name: str, shape: str, batch: int, fault: Any, *, end: bool = False) -> dict[str, int]:

@@ -1,25 +1,50 @@
-"""Memory runs out, everywhere in turn: the text is what it would have been, and the next call is undisturbed."""
+"""Memory runs out, everywhere in turn: the text is what it would have been, and the next call is undisturbed.
+
+Also beneath what a call brings along: scores, streamers, sampling, carried caches, layers that keep states.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
+import platform
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 
+from eagle31_hf.cache import states
 from eagle31_hf.cache.layers import SlotLayer
+from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.errors import Eagle31Error, OutOfMemoryError
 from eagle31_hf.graphs.round_graphs import RoundStep
-from eagle31_hf.loop import pair_caches
+from eagle31_hf.loop import pair_caches, survive
+from eagle31_hf.loop.carried_cache import CarriedCache
 from eagle31_hf.loop.decoder import SpeculativeDecoder
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.prefill import ChunkedPrefill
-from helpers import configured, drafter_of, target_of, use_fixed_shapes_only
+from eagle31_hf.loop.survive import NOT_HANDED_OVER, is_out_of_memory
+from eagle31_hf.memory.cards import driver_spills
+from families import clamped_target, recurrent_target
+from helpers import (
+    Shown,
+    assert_same_text,
+    configured,
+    drafter_of,
+    left_padded,
+    random_drafter,
+    random_prompts,
+    target_of,
+    use_fixed_shapes_only,
+    write,
+)
 from memory_faults import (
     CHUNKED,
     DROPPED,
@@ -30,6 +55,8 @@ from memory_faults import (
     Fault,
     assert_survives,
     assert_undisturbed,
+    how,
+    inputs_of,
     live_storages,
     modules_of,
     speculative,
@@ -37,7 +64,13 @@ from memory_faults import (
     truth_of,
 )
 
-pytestmark = pytest.mark.usefixtures("quick")
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> mock.Mock:
+    """Memory is given back without collecting garbage, which takes longer than a generation here: what is called."""
+    caplog.set_level(logging.WARNING, "eagle31_hf")
+    monkeypatch.setattr(survive, "give_back_memory", given_back := mock.Mock())
+    return given_back
 
 
 @pytest.fixture
@@ -155,13 +188,18 @@ CAUSES: dict[str, tuple[str, Callable[..., bool]]] = {  # place, and whether mem
 
 @pytest.mark.parametrize("batch", LENGTHS)
 @pytest.mark.parametrize("cause", CAUSES)
-def test_steps_are_taken_until_the_cause_is_gone(cause: str, batch: int, quick: mock.Mock) -> None:
-    """Memory is given back before anything else is given up."""
+def test_steps_are_taken_until_the_cause_is_gone(
+    cause: str, batch: int, quick: mock.Mock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory is given back before anything else is given up, and each step is logged once."""
     place, holds = CAUSES[cause]
     fault = Fault(times=10**6, holds=holds)
     steps = assert_survives("llama", "tree", batch, fault.before(*METHODS[place]), end=True)
     assert steps == {FREED: 1, DROPPED: 1}
     assert quick.call_count == 2
+    freed, dropped = (line for line in caplog.messages if "memory ran out" in line)
+    assert ("at verify " if cause == "wide verification" else "") + "(CUDA out of memory" in freed
+    assert "drafting stopped" in dropped
     assert_undisturbed("llama", "tree", batch)
 
 
@@ -171,10 +209,7 @@ def test_accepted_nodes_that_cannot_be_moved_are_no_longer_drafted() -> None:
 
 
 def test_a_long_prompt_is_read_in_smaller_chunks() -> None:
-    target, drafter = target_of("llama"), drafter_of("llama")
     ids = torch.randint(3, 90, (1, 150), generator=torch.Generator().manual_seed(0))
-    arguments: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "prefill_chunk_size": 100}
-    truth = target.generate(ids, **arguments)
     widths: list[int] = []
 
     def too_wide(_reader: Any, columns: Tensor, *_: Any) -> bool:
@@ -182,7 +217,7 @@ def test_a_long_prompt_is_read_in_smaller_chunks() -> None:
         return columns.shape[1] > 40
 
     with Fault(times=10**6, holds=too_wide).before(ChunkedPrefill, "_forward"):
-        assert torch.equal(target.generate(ids, assistant_model=drafter, **arguments), truth)
+        assert_same_text(target_of("llama"), drafter_of("llama"), ids, prefill_chunk_size=100, max_new_tokens=5)
     assert steps_of("llama") == {FREED: 1, CHUNKED: 1}
     assert widths[:3] == [100, 100, 32], "not below the smallest chunk, though a fourth would be 25"
 
@@ -226,10 +261,174 @@ def test_other_errors_pass_and_leave_everything_usable(error: BaseException, pla
     assert_undisturbed("llama", "tree", 3)
 
 
-def test_each_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    fault = Fault(times=10**6, holds=lambda _, tree: tree.size > 2)
-    assert_survives("llama", "tree", 1, fault.before(*METHODS["verify"]))
-    said = [record.getMessage() for record in caplog.records if "memory ran out" in record.getMessage()]
-    assert len(said) == 2
-    assert "at verify (CUDA out of memory" in said[0]
-    assert "drafting stopped" in said[1]
+# --- what else a call brings along -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["text", "keep", "absorb", "verify", "first token"])
+def test_scores_are_those_of_the_text(place: str) -> None:
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    with Fault(1).after(*METHODS[place]) as fault:
+        assert_same_text(
+            target_of("llama"), drafter_of("llama"), inputs_of(3), oracle=3, settings=SHAPES["tree"],
+            **how("llama", 3, False), **asked,
+        )  # fmt: skip
+    assert fault.raised
+
+
+@pytest.mark.parametrize("place", ["text", "stop", "keep", "absorb", "first token"])
+def test_nothing_is_streamed_twice_or_left_out(place: str) -> None:
+    for fault, when in ((Fault(1), "after"), (Fault(3), "after"), (Fault(2), "before")):
+        listener = Shown()
+        with configured(drafter_of("llama"), **SHAPES["chain"]), getattr(fault, when)(*METHODS[place]):
+            text = speculative("llama", 1, end=True, streamer=listener)
+        assert listener.tokens == text[0].tolist()
+
+
+def test_what_a_streamer_raises_is_its_own() -> None:
+    listener = Shown()
+    with Fault(3, error=MemoryError("mine")).before(listener, "put"), pytest.raises(MemoryError, match="mine"):
+        speculative("llama", 1, streamer=listener)
+    assert_undisturbed("llama", "chain", 1)
+
+
+DRAFTED = {
+    "verify": ("before", lambda _, tree, *rest: drafted_oddly(tree)),
+    "accept": ("before", lambda _, tree, *rest: drafted_oddly(tree)),
+    "accepted": ("after", lambda _, tree, *rest: drafted_oddly(tree)),
+    "keep": ("before", lambda _, paths: 1 < max(map(len, paths)) <= 4),  # a prompt has more
+    "absorb": ("before", lambda _, tokens, *rest: tokens.shape[1] > 1),
+    "draft step": ("before", lambda *_: True),
+    "first token": ("after", lambda *_: True),
+}
+"""Where memory runs out by what was drafted, or by what of it was accepted."""
+
+
+def drafted_oddly(tree: DraftTree) -> bool:
+    return tree.size > 1 and bool((tree.tokens[:, 1] % 2 == 1).any())
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("place", DRAFTED)
+@pytest.mark.thorough(every=2)
+def test_what_was_drafted_when_memory_ran_out_decides_about_no_draw(place: str, shape: str, times: int) -> None:
+    """A repeated round that drew anew would have fewer of the tokens that had been drafted before it."""
+    when, holds = DRAFTED[place]
+    method = METHODS["accept" if place == "accepted" else place]
+    sampled: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 1.0, "settings": SHAPES[shape]}
+    raised = 0
+    for batch, seed in ((1, 1), (1, 2), (3, 3)):
+        fault = Fault(times=1 if place == "first token" else times, holds=holds)
+        with getattr(fault, when)(*method):
+            assert_same_text(
+                target_of("llama"), drafter_of("llama"), inputs_of(batch), seed=seed, oracle=seed, **sampled
+            )
+        raised += fault.raised
+    assert raised >= 2
+
+
+def two_turns(disturbance: Any) -> list[list[int]]:
+    """Text of two turns over one cache, the first one disturbed, and of one more that starts from what is left."""
+    ids, texts, call = inputs_of(1)["input_ids"], [], {"max_new_tokens": 6, "assistant_model": drafter_of("llama")}
+    call["past_key_values"] = hf.DynamicCache(config=target_of("llama").config)
+    for turn in range(3):
+        with disturbance if turn == 1 else nullcontext():
+            text = write("llama", {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **call)
+        texts.append(text[0].tolist())
+        ids = torch.cat((text, torch.tensor([[7, 8, 9]])), dim=1)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "times", "step"),
+    [
+        (CarriedCache, "load", 1, FREED),
+        (CarriedCache, "close", 1, NOT_HANDED_OVER),
+        (DraftSession, "_absorb", 10**6, DROPPED),
+        (SpeculativeCache, "keep", 1, FREED),
+    ],
+)
+def test_a_conversation_goes_on(owner: Any, name: str, times: int, step: str) -> None:
+    taken: list[dict[str, int]] = []
+    finish = SpeculativeDecoder.finish
+
+    def finishing(self: SpeculativeDecoder) -> Tensor:
+        taken.append(self.request.stats.memory_steps)
+        return finish(self)
+
+    with mock.patch.object(SpeculativeDecoder, "finish", finishing):
+        assert two_turns(Fault(times=times).before(owner, name)) == two_turns(nullcontext())
+    assert not taken[0]
+    assert step in taken[1]
+
+
+# --- layers that keep states ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "batch"), [("qwen3_5_text", 1), ("qwen3_5_text", 3), ("nemotron_h", 1), ("lfm2", 3)]
+)
+@pytest.mark.thorough(every=4)
+def test_states_that_cannot_go_back_are_read_again_as_they_were_decoded(family: str, batch: int) -> None:
+    model = clamped_target(family) if family == "nemotron_h" else recurrent_target(family)
+    drafter, layer = random_drafter(model, aux_layers=[1, 2, 3]), model.get_decoder().layers[-1]
+    faults = {
+        "none": nullcontext(Fault()),
+        "a layer, in the prompt": Fault(1).in_module(layer),
+        "a layer, in a round": Fault(3).in_module(layer),
+        "states are kept": Fault(3).before(states, "state_moves"),
+        "some states are kept": Fault(2).before(states, "make_moves"),
+        "all states are kept": Fault(3).after(states, "make_moves"),
+        "the drafter reads on": Fault(2).before(DraftSession, "put_off"),
+    }
+    call: dict[str, Any] = {"max_new_tokens": 14, "oracle": batch, "written": {}}
+    call["settings"] = {"num_assistant_tokens": 3, "prefill_chunk_size": 8}
+    for where, failing in faults.items():
+        with failing as fault:
+            assert_same_text(model, drafter, left_padded(random_prompts(batch, seed=batch, longest=20)), **call)
+        assert bool(drafter.stats.memory_steps) == bool(fault.raised), where
+        assert fault.raised or where in ("none", "the drafter reads on"), where
+
+
+# --- what counts as running out of memory -----------------------------------------------------------------------------
+
+RAN_OUT: list[BaseException] = [
+    torch.OutOfMemoryError("CUDA out of memory."),
+    torch.cuda.OutOfMemoryError("HIP out of memory."),
+    RuntimeError("MPS backend out of memory (MPS allocated: 9.05 GB)"),
+    RuntimeError("Invalid buffer size: 24.00 GiB"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    MemoryError(),
+]
+OTHERS: list[BaseException] = [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    ValueError("CUDA out of memory"),
+    OSError("Cannot allocate memory"),
+    KeyboardInterrupt(),
+]
+
+
+@pytest.mark.parametrize("error", [*RAN_OUT, *OTHERS])
+def test_running_out_of_memory_is_recognised_and_nothing_else(error: BaseException) -> None:
+    assert is_out_of_memory(error) == (error in RAN_OUT)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the allocator of a CPU is asked")
+def test_what_this_machine_says_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "spills"),
+    [("Windows", "11", True), ("Linux", "6.6.87-microsoft-standard-WSL2", True), ("Linux", "6.8.0-generic", False)],
+)
+def test_drivers_of_windows_spill(monkeypatch: pytest.MonkeyPatch, system: str, release: str, spills: bool) -> None:
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "release", lambda: release)
+    assert driver_spills() == spills
