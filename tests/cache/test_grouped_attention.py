@@ -1,8 +1,13 @@
-"""Attention without copies of keys: the same as with them, for every kind of mask, and what a target calls."""
+"""Attention without copies of keys: the same as with them, for every kind of mask, and what a target calls.
+
+What is registered from outside is never exchanged for it silently, and cuDNN's is set aside for drafts alone.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -10,16 +15,36 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor
+from torch.backends import cuda
 from torch.nn import functional as F
-from transformers.integrations.sdpa_attention import repeat_kv
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle31_hf.cache import attention_in_parts as in_parts
 from eagle31_hf.cache import grouped_attention as grouped
 from eagle31_hf.cache.attention_in_parts import attention_in_parts, finite
-from eagle31_hf.cache.grouped_attention import GROUPED, grouped_attention
+from eagle31_hf.cache.grouped_attention import GROUPED, grouped_attention, why_attention_is_unknown
+from eagle31_hf.cache.shared_changes import SharedChanges
+from eagle31_hf.errors import UnsupportedGenerationError
+from eagle31_hf.serving.batch import EngineSettings
+from eagle31_hf.serving.engine import within_what_the_target_can
+from eagle31_hf.targets import binding
 from eagle31_hf.targets.binding import TargetBinding
-from helpers import GROUPED as GROUPED_SIZES
-from helpers import drafter_of, random_target, target_of
+from helpers import (
+    CONFIGS,
+    assert_same_text,
+    configured,
+    drafter_of,
+    left_padded,
+    prompts_for,
+    random_drafter,
+    random_target,
+    target_of,
+    write,
+)
 
 WIDTH, CLOSE = 16, {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
@@ -175,7 +200,7 @@ def test_a_target_attends_without_copies_while_drafted_texts_run(monkeypatch):
 
 @pytest.mark.parametrize("own", ["sdpa", "eager", "flex_attention"])
 def test_the_target_has_its_own_attention_back_from_the_last_of_its_drafters(own):
-    target, drafter = random_target(hf.LlamaConfig(**GROUPED_SIZES)), drafter_of("llama")
+    target, drafter = random_target(CONFIGS["llama"]()), drafter_of("llama")
     target.set_attn_implementation(own)
     one, other = (TargetBinding(target, drafter.config) for _ in range(2))
     first, second = one.masked_attention(), other.masked_attention()
@@ -193,10 +218,10 @@ def test_the_target_has_its_own_attention_back_from_the_last_of_its_drafters(own
 def test_attention_that_is_not_looked_up_by_name_is_left_alone():
     config = hf.FalconConfig(vocab_size=96, hidden_size=64, num_hidden_layers=4, num_attention_heads=4)
     target, drafter = random_target(config), drafter_of("llama")
-    binding = TargetBinding(target, drafter.config)
-    with binding.masked_attention():
+    attached = TargetBinding(target, drafter.config)
+    with attached.masked_attention():
         assert target.config._attn_implementation == "sdpa"
-    binding.close()
+    attached.close()
 
 
 def test_what_it_does_not_know_goes_to_transformers_own(monkeypatch):
@@ -214,3 +239,107 @@ def test_what_it_does_not_know_goes_to_transformers_own(monkeypatch):
     assert weights is None
     assert len(asked) == 4
     torch.testing.assert_close(out.transpose(1, 2), with_copies(query, key, value, mask, scale=0.2))
+
+
+# --- registered from outside ------------------------------------------------------------------------------------------
+
+
+def sharper(module: Any, query: Tensor, *rest: Any, scaling: float | None = None, **more: Any) -> Any:
+    """Attention with scores three times as large."""
+    usual = scaling if scaling is not None else query.shape[-1] ** -0.5
+    return sdpa_attention_forward(module, query, *rest, scaling=3 * usual, **more)
+
+
+def recent(*args: Any, **kwargs: Any) -> Any:
+    """A mask that lets no token see further back than four others."""
+    mask = sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+    queries, keys = mask.shape[-2:]
+    far = torch.arange(keys)[None] < torch.arange(keys - queries, keys)[:, None] - 4
+    return mask & ~far
+
+
+REGISTERED: dict[str, tuple[str, Any, Any]] = {
+    "a name of one's own": ("mine", sharper, sdpa_mask),
+    "no mask of its own": ("mine", sharper, None),
+    "a mask of one's own": ("mine", sdpa_attention_forward, recent),
+    "sdpa's name": ("sdpa", sharper, sdpa_mask),
+    "flash attention's name": ("flash_attention_2", sharper, sdpa_mask),
+    "eager's mask": ("eager", None, recent),
+}
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """What is registered meanwhile is forgotten."""
+    with (
+        mock.patch.dict(AttentionInterface._global_mapping),
+        mock.patch.dict(AttentionMaskInterface._global_mapping),
+    ):
+        yield
+
+
+def register(name: str, attention: Any, mask: Any) -> None:
+    if attention is not None:
+        AttentionInterface.register(name, attention)
+    if mask is not None:
+        AttentionMaskInterface.register(name, mask)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("case", REGISTERED)
+def test_registered_attention_is_decoded_plainly(case: str, registries: None) -> None:
+    target = random_target(CONFIGS["llama"]())
+    eagle = random_drafter(target)
+    rows = 1 if case == "no mask of its own" else 2
+    inputs = left_padded(prompts_for("llama", rows))
+    before = write(target, inputs)
+    name, attention, mask = REGISTERED[case]
+    register(name, attention, mask)
+    if attention is not sharper or name != "flash_attention_2":
+        target.set_attn_implementation(name)
+    else:
+        target.config._attn_implementation_internal = name  # the package need not be there
+    assert not torch.equal(write(target, inputs), before), "or nothing was registered"
+    assert_same_text(target, eagle, inputs, loop="plain")
+    assert repr(name) in eagle.stats.reason
+    refusal = pytest.raises(UnsupportedGenerationError, match="registered from outside")
+    with configured(eagle, speculation_loop="own"), refusal:
+        write(target, inputs, assistant_model=eagle)
+    with pytest.raises(UnsupportedGenerationError, match="registered from outside"):
+        within_what_the_target_can(eagle, EngineSettings())
+
+
+@pytest.mark.contract
+def test_transformers_own_attention_makes_way(registries: None) -> None:
+    """All that attends as SDPA does, also where a kernel from the Hub is bound to it; what is sparse does not."""
+    target = random_target(CONFIGS["llama"]())
+    register("somebody/flash-kernel", partial(flash_attention_forward, implementation="x"), sdpa_mask)
+    register("somebody/sparse-kernel", mock.Mock(), sdpa_mask)
+    own = sorted(ALL_ATTENTION_FUNCTIONS.keys() & ALL_MASK_ATTENTION_FUNCTIONS.keys())
+    assert {"sdpa", "flash_attention_2", "flex_attention"} <= set(own)
+    for name in ["eager", *own]:
+        target.config._attn_implementation_internal = name
+        assert (why_attention_is_unknown(target) is None) == (name != "somebody/sparse-kernel"), name
+
+
+# --- cuDNN ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_drafted_text_does_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Changes of this test's own: a server that other tests share holds the process's open as long as it runs.
+    found = cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(binding, "CHANGES", SharedChanges())
+    cuda.enable_cudnn_sdp(True)
+    target, seen = random_target(CONFIGS["llama"]()), []
+    drafter = random_drafter(target, aux_layers=[1, 2, 4])
+    handle = target.lm_head.register_forward_pre_hook(lambda *_: seen.append(cuda.cudnn_sdp_enabled()))
+    ids = torch.arange(3, 9)[None]
+    try:
+        target.generate(ids, assistant_model=drafter, max_new_tokens=6, do_sample=False)
+        assert not any(seen)
+        seen.clear()
+        target.generate(ids, max_new_tokens=2, do_sample=False)
+        assert all(seen)
+    finally:
+        handle.remove()
+        cuda.enable_cudnn_sdp(found)

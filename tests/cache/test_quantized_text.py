@@ -1,4 +1,7 @@
-"""Text over keys and values in 8 bits: drafting leaves it as token-by-token decoding writes it."""
+"""Keys and values in 8 bits: drafting leaves the text as token-by-token decoding writes it over them.
+
+What such a cache holds: `test_cache_histories`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from transformers import DynamicCache, Gemma4TextConfig
 
 from eagle31_hf.drafter.assistant import NoDrafter
 from families import GEMMA_4
-from helpers import CONFIGS, configured, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
+from helpers import CONFIGS, configured, drafter_of, left_padded, oracle_drafts, prompts_for, target_of, write
 from matrix import WHOLE, pairwise
 
 NEW_TOKENS = 20
@@ -95,14 +98,10 @@ def test_a_cache_of_few_bits_is_really_used(name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_a_conversation_goes_on_as_if_it_had_never_stopped(name: str) -> None:
     """The carried cache is a stock one in full precision; rounding it again must change nothing."""
-    (prompt,) = prompts_for(name, 1, seed=5)
-    options = {"max_new_tokens": 10, "do_sample": False}
+    target, carried = target_of(name), {"past_key_values": DynamicCache(config=target_of(name).config)}
     with configured(drafter_of(name), cache_type="int8") as eagle:
-        carried = DynamicCache(config=target_of(name).config)
-        first = target_of(name).generate(
-            torch.tensor([prompt]), assistant_model=eagle, past_key_values=carried, **options
-        )
+        how = {"max_new_tokens": 10, "assistant_model": eagle}
+        first = write(target, left_padded(prompts_for(name, 1, seed=5)), **how, **carried)
         longer = torch.cat((first, torch.tensor([[5, 6, 7]])), 1)
-        again = target_of(name).generate(longer, assistant_model=eagle, **options)
-        went_on = target_of(name).generate(longer, assistant_model=eagle, past_key_values=carried, **options)
+        again, went_on = (write(target, longer, **how, **past) for past in ({}, carried))
     assert torch.equal(went_on, again)
