@@ -51,9 +51,10 @@ def pair_of(family: str, layers: int = 4, **overrides: Any) -> Eagle31Drafter:
 
 def assert_plain(drafter: Eagle31Drafter, prompts: list[list[int]], oracle: int = 0, **fields: Any) -> None:
     """Our loop's text by graphs, with drafts that are right for a while, is plain's."""
-    settings = {"speculation_loop": "own", "acceleration": "compile", **fields}
-    how: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    assert_same_text(drafter.binding.model, drafter, left_padded(prompts), oracle=oracle, settings=settings, **how)
+    settings, inputs = {"acceleration": "compile", **fields}, left_padded(prompts)
+    assert_same_text(
+        drafter.binding.model, drafter, inputs, oracle=oracle, settings=settings, max_new_tokens=NEW_TOKENS
+    )
 
 
 @pytest.fixture
@@ -101,10 +102,8 @@ def test_the_last_token_of_a_text_takes_a_graph_that_is_there(
     assert_plain(drafter, prompts, **CHAIN)
     eager, forward = [], Verification.__call__
     monkeypatch.setattr(Verification, "__call__", lambda self, tree: eager.append(tree.size) or forward(self, tree))
-    settings = {"speculation_loop": "own", "acceleration": "compile", **CHAIN}
-    assert_same_text(
-        drafter.binding.model, drafter, left_padded(prompts), settings=settings, max_new_tokens=2, do_sample=False
-    )
+    how = {"settings": {"acceleration": "compile", **CHAIN}, "max_new_tokens": 2}
+    assert_same_text(drafter.binding.model, drafter, left_padded(prompts), **how)
     assert eager == ([1] if family in WINDOWED else [])
 
 
@@ -146,11 +145,9 @@ def test_graphs_draft_and_accept_what_eager_rounds_do(family: str, way: str, unc
         rounds, accepted = [], []
         for acceleration in ("eager", "compile"):
             drafted.clear()
-            settings = {"speculation_loop": "own", "acceleration": acceleration, **fields}
-            inputs = left_padded(random_prompts(rows))
-            assert_same_text(
-                drafter.binding.model, drafter, inputs, seed=3, settings=settings, max_new_tokens=30, **sampling
-            )
+            settings = {"acceleration": acceleration, **fields}
+            how: dict[str, Any] = {"settings": settings, "max_new_tokens": 30, **sampling}
+            assert_same_text(drafter.binding.model, drafter, left_padded(random_prompts(rows)), seed=3, **how)
             assert drafter.stats.fallbacks == []
             rounds.append(list(drafted))
             accepted.append((drafter.stats.accepted_at, drafter.stats.drafted_at))
@@ -198,7 +195,7 @@ def test_ended_rows_stand_still_until_few_are_left(family: str, uncompiled: None
 
 def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> None:
     drafter = pair_of("llama")
-    settings = {"speculation_loop": "own", "acceleration": "compile", **CHAIN}
+    settings = {"acceleration": "compile", **CHAIN}
     asked: dict[str, Any] = {"do_sample": True, "return_dict_in_generate": True, "output_scores": True}
     inputs = left_padded(random_prompts(1))
     assert_same_text(drafter.binding.model, drafter, inputs, settings=settings, max_new_tokens=20, **asked)
