@@ -1,4 +1,8 @@
-"""The planner on sequences: what it drafts behind what was accepted, by costs that are known or timed."""
+"""The planner on sequences: what it drafts behind what was accepted, by costs that are known or timed.
+
+A trace knows at each position of a text how many draft tokens would be right, and so what every policy could have had:
+a policy is compared with the best fixed length in hindsight, by the modelled seconds that it is given as costs.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,60 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from draft_traces import COSTS, KINDS, LONGEST, RECORDED, bernoulli, best_fixed_s, fixed_s, recorded, synthetic
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_replay import DraftTrace, ReplayedText, replay
+from policy_replay import MACHINES, DraftTrace, Machine, ReplayedText, replay
 
 import eagle31_hf.drafting
 from eagle31_hf.drafting.costs import WIDTH, WIDTH_IN_HALF, RoundCosts
 from eagle31_hf.drafting.planner import LONGEST_REST, Planner, Steering, steer
 from eagle31_hf.drafting.shape import DraftShape
 
-MACHINES = tuple(COSTS)
+LONGEST = 12
+COSTS = {name: MACHINES[name] for name in ("float32", "bfloat16", "card", "graphs")}
+
+
+def bernoulli(rates: Callable[[int], float], length: int, seed: int) -> DraftTrace:
+    """A drafter whose token at position `t` is right with chance `rates(t)` whatever the draft."""
+    dice = random.Random(seed)
+    right, run = [], 0
+    for hit in reversed([dice.random() < rates(t) for t in range(length)]):
+        right.append(run)
+        run = min(run + 1, 64) if hit else 0
+    return DraftTrace(tuple(reversed(right)))
+
+
+KINDS: dict[str, Callable[[int, int], float]] = {
+    "good": lambda t, length: 0.85,
+    "middling": lambda t, length: 0.55,
+    "bad": lambda t, length: 0.03,
+    "never": lambda t, length: 0.0,
+    "always": lambda t, length: 1.0,
+    "drifting": lambda t, length: 0.9 - 0.85 * t / length,
+    "improving": lambda t, length: 0.05 + 0.85 * t / length,
+    "alternating": lambda t, length: (0.9, 0.05)[t // 250 % 2],
+    "flickering": lambda t, length: float(t // 6 % 2 == 0),  # faster than anything can follow
+    "collapsing": lambda t, length: 0.9 if t < length // 2 else 0.0,
+}
+"""Chance of each token of a text to be drafted right."""
+
+
+def synthetic(kind: str, length: int = 2000, seed: int = 0) -> DraftTrace:
+    """A trace by its name."""
+    return bernoulli(lambda t: KINDS[kind](t, length), length, seed)
+
+
+def best_fixed_s(trace: DraftTrace, costs: Machine) -> float:
+    """Seconds of the best fixed length in hindsight, none included."""
+
+    def fixed_s(depth: int) -> float:
+        at = rounds = 0
+        while at < len(trace):
+            at += min(trace.right[at], depth) + 1
+            rounds += 1
+        return rounds * costs.seconds(depth)
+
+    return min(map(fixed_s, range(LONGEST + 1)))
 
 
 def write(
@@ -36,30 +83,12 @@ def write(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", COSTS)
 def test_close_to_the_best_length_in_hindsight(machine: str, kind: str) -> None:
-    spent = best = 0.0
-    for seed in range(2):
-        trace = synthetic(kind, 1500, seed)
-        spent += write(trace, machine).seconds
-        best += best_fixed_s([trace], COSTS[machine])
-    assert spent <= 1.09 * best
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_close_to_the_best_length_on_recorded_drafts(machine: str) -> None:
-    """Texts differ within their kind, so that following them beats the best length of each kind."""
-    costs = RoundCosts(0.1, LONGEST, WIDTH_IN_HALF if machine == "bfloat16" else WIDTH)
-    spent = sum(write(trace, machine, costs=costs).seconds for kind in RECORDED for trace in recorded(kind))
-    assert spent <= sum(best_fixed_s(recorded(kind), COSTS[machine]) for kind in RECORDED)
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_a_drafter_that_is_never_right_costs_little(machine: str) -> None:
-    never = synthetic("never", 512)
-    costs = RoundCosts(0.1, LONGEST)
-    write(never, machine, costs=costs)
-    assert fixed_s(never, COSTS[machine], 0) >= 0.95 * write(never, machine, costs=costs).seconds
+    """On recorded drafts: tests/test_studies.py."""
+    traces = [synthetic(kind, 1500, seed) for seed in range(2)]
+    spent = sum(write(trace, machine).seconds for trace in traces)
+    assert spent <= 1.09 * sum(best_fixed_s(trace, COSTS[machine]) for trace in traces)
 
 
 @pytest.mark.parametrize("machine", ["card", "graphs"])

@@ -1,17 +1,22 @@
-"""Policies on known texts: rounds by hand, and those of `generate`."""
+"""Studies of examples/studies: rounds by hand and those of `generate`, what is measured, that another text is seen."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import small_mtp
 import torch
+import two_commits
 from policy_replay import MACHINES, DraftTrace, Machine, compare, planned, read_kept, replay
 from policy_texts import as_row
 
 from eagle31_hf.drafting.plan import REST, DraftPlan, DraftPolicy
 from eagle31_hf.drafting.shape import DraftShape
 
+ROOT = Path(__file__).parents[1]
 MACHINE = Machine(((1, 1.0), (2, 1.25), (3, 1.25), (4, 1.5)), drafter_step_s=0.125, absorb_s=0.25)
 
 
@@ -100,3 +105,74 @@ def test_an_untrained_drafter_costs_the_planner_little(name: str) -> None:
     drawn = [text for text in texts if text.temperature > 0]
     found = [planned([text], machine)[0] for text in drawn]
     assert compare(found, [text.plain_s(machine) for text in drawn])[0] >= 0.94, "of processes that have timed nothing"
+
+
+# --- a small target with a head of its own, with next to nothing trained ----------------------------------------------
+
+
+@pytest.mark.slow
+def test_its_passes_are_those_of_the_slow_reference(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "It is four."}]
+    chats, kept = tmp_path / "chats.jsonl", tmp_path / "record.json"
+    chats.write_text("\n".join(json.dumps({"id": str(i), "conversations": turns}) for i in range(80)))
+    options = ["--out", tmp_path / "small", "--minutes", 0.02, "--head-minutes", 0.02, "--prompts", 1,
+               "--new-tokens", 12, "--drafts", 1, 3, "--json", kept]  # fmt: skip
+    for draft_vocab in (None, 2048):
+        rows = [] if draft_vocab is None else ["--draft-vocab", draft_vocab]
+        small_mtp.main([str(each) for each in (chats, "--held-out", chats, *options, *rows)])
+        record = json.loads(kept.read_text())
+        assert record["draft_rows"] == (draft_vocab or 8192)
+        assert all(each["equal_texts"] == 1 for each in record["by_drafts"])
+        assert record["reference"]["same_pass_by_pass"] == record["reference"]["of"] == 1
+
+
+# --- two versions of the code -----------------------------------------------------------------------------------------
+
+
+class Version:
+    """A version that writes what it is told, in so many seconds."""
+
+    def __init__(self, text: list[int], seconds: float):
+        self.text, self.seconds, self.asked = text, seconds, []
+
+    def ask(self, **request):
+        self.asked.append((request["prompt"], request["seed"]))
+        return {"tokens": self.text, "seconds": self.seconds}
+
+
+OPTIONS = two_commits.argparse.Namespace(turns=3, tokens=4, prompts=2)
+
+
+def test_speeds_ratio_and_spread_are_over_turns() -> None:
+    before, after = Version([1, 2, 3, 4], 2.0), Version([1, 2, 3, 4], 1.0)
+    found = two_commits.measure("eager", 0.0, [before, after], OPTIONS)
+    assert (found["tok_per_s"], found["ratio"], found["ratio_spread"]) == ([2.0, 4.0], 2.0, [2.0, 2.0])
+    assert found["spread"] == [[2.0, 2.0], [4.0, 4.0]]
+    assert found["different_texts"] == 0
+    assert before.asked == after.asked
+    assert len(before.asked) == 4 * 2, "the first writing warms up"
+
+
+def test_every_text_that_differs_is_counted() -> None:
+    found = two_commits.measure("eager", 1.0, [Version([1, 2], 1.0), Version([1, 3], 1.0)], OPTIONS)
+    assert found["different_texts"] == 4 * 2
+
+
+def test_a_version_that_is_neither_folder_nor_commit_is_named() -> None:
+    with pytest.raises(SystemExit, match=r"^got 'no-such-commit', which is no folder .* and no commit"):
+        two_commits.main(["no-such-commit", "."])
+
+
+@pytest.mark.slow
+def test_two_folders_write_the_same_texts(tmp_path: Path) -> None:
+    """Each by its own sources: the second is a link elsewhere."""
+    other = tmp_path / "other"
+    (other / "src").mkdir(parents=True)
+    (other / "src" / "eagle31_hf").symlink_to(ROOT / "src" / "eagle31_hf")
+    record = tmp_path / "found.json"
+    told = ["--accelerations", "eager", "--turns", "1", "--tokens", "8", "--prompts", "1", "--json", str(record)]
+    assert two_commits.main([str(ROOT), str(other), *told]) == 0
+    found = json.loads(record.read_text(encoding="utf-8"))
+    assert found["versions"] == [str(ROOT), str(other)]
+    assert [method["method"] for method in found["methods"]] == ["eager greedy", "eager temperature 1"]
+    assert all(method["different_texts"] == 0 and min(method["tok_per_s"]) > 0 for method in found["methods"])
