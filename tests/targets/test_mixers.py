@@ -24,7 +24,7 @@ from eagle31_hf.targets.binding import Verification
 from eagle31_hf.targets.mixers import find_mixers
 from eagle31_hf.targets.self_test import probe_cache, read_prompts
 from families import recurrent_target
-from helpers import assert_same_text, configured, oracle_drafts, random_drafter
+from helpers import assert_same_text, configured, oracle_drafts, random_drafter, write
 
 FAMILIES = ("qwen3_5_text", "bamba", "lfm2", "falcon_h1")
 
@@ -42,13 +42,6 @@ def own_forwards(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
-GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
-
-
-def greedy(model: Any, ids: Tensor, new_tokens: int = 12, **kwargs: Any) -> Tensor:
-    return model.generate(ids, **{**GREEDY, "max_new_tokens": new_tokens}, **kwargs)
-
-
 IDS = torch.tensor([[5, 17, 23, 8, 41, 9]])
 
 
@@ -61,32 +54,32 @@ def functions_of_the_file(model: nn.Module) -> dict[str, Any]:
 def test_the_last_drafter_that_goes_leaves_the_target_as_it_was(target: Any) -> None:
     """One is detached, the other dropped, as in a notebook where a cell that attaches one is run again."""
     gc.collect()  # an earlier test's drafters may have left cycles that hold on to these functions
-    plain, before = greedy(target, IDS), functions_of_the_file(target)
+    plain, before = write(target, IDS), functions_of_the_file(target)
     first, second = attached(target), attached(target)
     assert own_forwards(target)
     first.detach()
     del first
     gc.collect()
     assert own_forwards(target), "another drafter still needs them, and the first one lets go once"
-    assert torch.equal(greedy(target, IDS, assistant_model=second), plain)
+    assert torch.equal(write(target, IDS, assistant_model=second), plain)
     del second
     gc.collect()
     assert own_forwards(target) == []
     assert all(functions_of_the_file(target)[name] is value for name, value in before.items())
-    assert torch.equal(greedy(target, IDS), plain)
+    assert torch.equal(write(target, IDS), plain)
 
 
 @pytest.mark.thorough(every=2)
 def test_a_copy_is_a_target_of_its_own(target: Any) -> None:
     drafter = attached(target)
-    plain = greedy(target, IDS)
+    plain = write(target, IDS)
     for other in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
         with torch.no_grad():
             for weight in other.parameters():
                 weight.zero_()
-        assert torch.equal(greedy(target, IDS), plain)
-        assert not torch.equal(greedy(other, IDS), plain), "its mixers compute with its own weights"
-    assert torch.equal(greedy(target, IDS, assistant_model=drafter), plain)
+        assert torch.equal(write(target, IDS), plain)
+        assert not torch.equal(write(other, IDS), plain), "its mixers compute with its own weights"
+    assert torch.equal(write(target, IDS, assistant_model=drafter), plain)
 
 
 @torch.no_grad()
@@ -107,7 +100,7 @@ def test_a_mixer_that_was_replaced_is_an_error_that_names_the_layer() -> None:
     [(_, mixer), *_] = find_mixers(target)
     wrapped = vars(mixer).pop("forward")
     with pytest.raises(IncompatibleTargetError, match=r"layer 0 of the target .* attach the drafter again"):
-        greedy(target, IDS, assistant_model=drafter)
+        write(target, IDS, assistant_model=drafter)
     vars(mixer)["forward"] = wrapped
     cache = read_prompt(drafter)
     vars(mixer)["forward"] = lambda hidden_states, **_: hidden_states  # whole layers, as some hubs' kernels do
@@ -119,12 +112,12 @@ def test_a_mixer_that_was_replaced_is_an_error_that_names_the_layer() -> None:
 @pytest.mark.thorough(every=6)
 def test_plain_generation_in_another_thread_is_plain(target: Any) -> None:
     drafter = attached(target)
-    plain = greedy(target, IDS, 24)
+    plain = write(target, IDS, max_new_tokens=24)
     beside: list[Tensor] = []
-    thread = threading.Thread(target=lambda: beside.extend(greedy(target, IDS, 24) for _ in range(3)))
+    thread = threading.Thread(target=lambda: beside.extend(write(target, IDS, max_new_tokens=24) for _ in range(3)))
     thread.start()
     with configured(drafter, num_assistant_tokens=4), oracle_drafts(plain, IDS.shape[1]):
-        ours = [greedy(target, IDS, 24, assistant_model=drafter) for _ in range(3)]
+        ours = [write(target, IDS, max_new_tokens=24, assistant_model=drafter) for _ in range(3)]
     thread.join()
     assert all(torch.equal(text, plain) for text in ours + beside)
 
@@ -142,7 +135,7 @@ def test_a_target_that_fails_the_self_test_is_decoded_plainly() -> None:
     with mock.patch.object(module, "mamba2_selective_state_update", forgetful):
         drafter = attached(target)
     assert "self-test" in drafter.binding.tree_unsupported_reason
-    assert_same_text(target, drafter, IDS, loop="plain", **GREEDY)
+    assert_same_text(target, drafter, IDS, loop="plain")
     assert "self-test" in drafter.stats.reason
 
 
@@ -171,11 +164,11 @@ def test_a_kernel_that_goes_past_the_tape_is_plain_decoding(family: str) -> None
     drafter = attached(target)
     cache = read_prompt(drafter)
     with going_past(family):
-        assert_same_text(target, drafter, IDS, loop="plain", **GREEDY)
+        assert_same_text(target, drafter, IDS, loop="plain")
         with pytest.raises(IncompatibleTargetError, match="code that cannot be recorded"):
             verify(drafter, cache)
     assert "code that cannot be recorded" in drafter.stats.reason
-    assert_same_text(target, drafter, IDS, **GREEDY)
+    assert_same_text(target, drafter, IDS)
 
 
 def test_a_kernel_that_is_told_more_is_not_recorded() -> None:
