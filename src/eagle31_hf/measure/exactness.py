@@ -130,7 +130,7 @@ def judge(
     logits = whole[doubtful]
     moved = rounded = [0.0] * len(doubtful)  # logits, and the scores that sampling makes of them
     for block in {1, *blocks}:
-        again = _in_blocks(model, text[:-1], len(prompt) - 1, block, doubtful)
+        again = _in_blocks(model, text[:-1], len(prompt) - 1, block)[doubtful].float()
         moved = [*map(max, moved, _distances(logits, again))]
         both = (logits, again) if sampled is None else (sampled.warping(logits), sampled.warping(again))
         rounded = [*map(max, rounded, _distances(*both))]
@@ -144,23 +144,17 @@ def judge(
             at = logits[number], scores[place], place
             gap = max(sampled.gap(*at, token, TIE_ROUNDINGS * moved[number]) for token in tokens)
         found.append((gap, rounded[number]))
-    is_tie = all(gap <= TIE_ROUNDINGS * rounding for gap, rounding in found)
-    gap, rounding = max(found, key=lambda pair: pair[0] - TIE_ROUNDINGS * pair[1])
-    return Verdict(Kind.TIE if is_tie else Kind.DIFFERENT, position, gap, rounding)
+    gap, rounding = max(found, key=lambda pair: pair[0] - TIE_ROUNDINGS * pair[1])  # the least like a tie
+    return Verdict(Kind.TIE if gap <= TIE_ROUNDINGS * rounding else Kind.DIFFERENT, position, gap, rounding)
 
 
-def _in_blocks(model: Any, text: Tensor, start: int, block: int, places: Sequence[int]) -> Tensor:
-    """Logits `(len(places), V)` after `text[start:]` `(t,)`, read in blocks of this size: keys and values of what was
-    written before are rounded as they are while a text is written."""
+def _in_blocks(model: Any, text: Tensor, start: int, block: int) -> Tensor:
+    """Logits `(t, V)` after `text[start:]` `(t,)`, read in blocks of this size: keys and values of what was written
+    before are rounded as they are while a text is written."""
     kept: dict[str, Any] = {CACHE_ARGUMENT: DynamicCache(config=model.config.get_text_config()), "use_cache": True}
     if start:
         model(input_ids=text[None, :start], **kept, logits_to_keep=1)
-    found, last = [], start + max(places)
-    for begin in range(start, last + 1, block):
-        ids = text[None, begin : begin + block]
-        logits = model(input_ids=ids, **kept).logits[0]
-        found += [logits[start + place - begin] for place in places if begin <= start + place < begin + block]
-    return torch.stack(found).float()
+    return torch.cat([model(input_ids=ids[None], **kept).logits[0] for ids in text[start:].split(block)])
 
 
 def _distances(one: Tensor, other: Tensor) -> list[float]:
