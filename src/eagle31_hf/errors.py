@@ -111,6 +111,8 @@ REMOVED_IN_0_2 = {
     "draft_confidence_floor": "it is called draft_min_confidence; rename the field in the file, too",
     "draft_tree": "trees follow the drafter's confidence; leave the field out",
     "demo --svg": "`python docs/pictures.py demo` in a checkout draws README's picture; leave the option out",
+    "push --json": "it prints all that it would write; leave the option out",
+    "warmup --json": "it prints how many graphs it made; leave the option out",
     "doctor --beside": "--drift shows what the drafter looks at; leave the option out",
     "bench --four-bit": "pass --quantization 4bit",
     "plan --frontier": "plan again with another --context, --draft-tokens or --batch; each takes seconds",

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.markdown import Markdown
 
 from ..checkpoints.card import prepare_upload, upload
-from .options import JSON, argument, command, make_console, option, plain_table, write_json
+from .options import argument, command, make_console, option, plain_table
 
 
 @command
@@ -19,20 +19,16 @@ def push(
     private: bool | None = option(None, "Of a repository made now.", "--private/--public"),
     revision: str | None = option(None, "Branch; default: main."),
     create_pr: bool = option(False, "Propose the files instead of committing them."),
-    json_path: Path | None = JSON,
 ) -> None:
     """Publish a drafter with its card and records; shows what would be uploaded unless told to upload."""
     prepared = prepare_upload(folder, repository, license=license)
     console = make_console()
     table = plain_table((name, f"{size:,} bytes") for name, size in prepared.files.items())
-    record = {"repository": repository, "files": prepared.files}
     if not really:
         console.print(Markdown(prepared.card.partition("\n---\n")[2]))
         console.print(f"\nwould be uploaded to {repository} (add --upload to do it):")
         console.print(table)
-        write_json(json_path, record | {"uploaded": None})
         return
     console.print(table)
     address = upload(prepared, private=private, revision=revision, create_pr=create_pr)
     console.print(f"uploaded: {address}", soft_wrap=True)
-    write_json(json_path, record | {"uploaded": address})

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from time import perf_counter
 
 from ..errors import count
 from ..generate.warm_up import warm_up
 from ..graphs.steps import GraphKey
-from ..measure.origin import origin
 from ..sampling.logits_processing import sampling_options
-from .options import JSON, command, make_console, option, write_json
+from .options import command, make_console, option
 from .pairs import PairSource, load_pair
 from .progress import waiting_for
 
@@ -20,7 +18,6 @@ def warmup(
     source: PairSource,
     tokens: int = option(512, "Longest text to compile for, prompt and answer.", min=1),
     temperature: float = option(0.0, "Of later answers; 0 is greedy.", min=0.0, max=5.0),
-    json_path: Path | None = JSON,
 ) -> None:
     """Compile a pair's graphs for this machine, and keep them. Takes minutes, once."""
     console = make_console()
@@ -34,9 +31,5 @@ def warmup(
 
         made = warm_up(pair.drafter, tokens=tokens, on_compile=tell, **sampling_options(temperature))
     seconds = perf_counter() - started
-    graphs = [repr(key) for key in made]
-    write_json(json_path, {**origin(), "target": pair.name, "graphs": graphs, "seconds": seconds})
-    if made:
-        console.print(f"{len(made)} graphs compiled in {seconds:.0f} s; later runs load them.")
-    else:
-        console.print("All graphs were there already.")
+    compiled = f"{len(made)} graphs compiled in {seconds:.0f} s; later runs load them."
+    console.print(compiled if made else "All graphs were there already.")
