@@ -264,9 +264,3 @@ def test_tables_that_cannot_be_read_are_named(tmp_path: Path, content: str, mess
     (tmp_path / "rows.csv").write_text(content)
     with pytest.raises(TrainingError, match=message):
         read_conversations([tmp_path / "rows.csv"])
-
-
-def test_an_export_of_chats_is_one_list(tmp_path: Path) -> None:
-    file = tmp_path / "chat-export-1732.json"
-    file.write_text(json.dumps([{"id": "one", "chat": {"messages": SAID}}, {"id": "two", "chat": {"messages": SAID}}]))
-    assert [each.id for each in read_conversations([file])] == ["one", "two"]

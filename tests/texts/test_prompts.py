@@ -106,6 +106,8 @@ def test_bad_rows_are_told_with_their_line(tmp_path, row, message):
 
 def test_sources_that_give_no_prompt_or_one_twice(tmp_path, monkeypatch):
     same = [{"id": 7, "prompt": "a"}, {"id": 7, "prompt": "b"}]
+    one = write(tmp_path / "one.jsonl", *same[:1])
+    assert [prompt.id for prompt in read_prompts([f"a={one}", f"b={one}"])] == ["a/7", "b/7"], "told apart by names"
     for source, message in (
         (write(tmp_path / "empty.jsonl"), "are empty"),
         (write(tmp_path / "file.jsonl", *same), r"1 prompt ids stand more than once \(file/7\)"),
@@ -115,11 +117,6 @@ def test_sources_that_give_no_prompt_or_one_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", mock.Mock(side_effect=PermissionError(13, "not yours")))
     with pytest.raises(TrainingError, match=r"file\.jsonl cannot be read \(not yours\)"):
         read_prompts([str(tmp_path / "file.jsonl")])
-
-
-def test_two_files_may_be_told_apart_by_names(tmp_path):
-    path = write(tmp_path / "file.jsonl", {"id": 1, "prompt": "a"})
-    assert [prompt.id for prompt in read_prompts([f"a={path}", f"b={path}"])] == ["a/1", "b/1"]
 
 
 def test_a_folder_is_one_source_whose_files_share_the_limit(tmp_path):

@@ -8,28 +8,24 @@ import pytest
 import torch
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.demo import CONVERSATIONS, drafter_path
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.sampling.draw import choose
 from eagle31_hf.stats import Acceptance
 from eagle31_hf.training.measure import EvaluationPrompt, acceptance_along, write_texts
-from helpers import configured, demo_tokenizer, target_of
+from helpers import configured, drafter_of, prompts_for
 
 NEW_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
 def drafter() -> Eagle31Drafter:
-    return Eagle31Drafter.from_pretrained(drafter_path(), dtype=torch.float32, target=target_of("demo-target"))
+    return drafter_of("demo-target")
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[EvaluationPrompt]:
-    encoded = [
-        demo_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
-        for chat in CONVERSATIONS
-    ]
-    return [EvaluationPrompt(ids, str(number)) for number, ids in enumerate(sorted(encoded, key=len))]
+    ordered = sorted(prompts_for("demo-target", 6), key=len)
+    return [EvaluationPrompt(ids, str(number)) for number, ids in enumerate(ordered)]
 
 
 @pytest.mark.parametrize(("temperature", "depth"), [(0.0, 3), (0.0, 8), (0.6, 4), (1.0, 4)])

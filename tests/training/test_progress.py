@@ -94,15 +94,6 @@ def test_a_stopped_run_tells_what_it_has_kept(out: Path, number: int, raised: ty
 # --- while it works ---------------------------------------------------------------------------------------------------
 
 
-def test_a_log_gets_a_line_at_the_end() -> None:
-    log = io.StringIO()
-    with Counting(Console(file=log), "the target writes", 10) as counting:
-        for count in (4, 3, 3):
-            counting.count(count)
-    (line,) = log.getvalue().splitlines()
-    assert line.startswith("the target writes: 10 of 10 in")
-
-
 def test_the_bar_moves_while_no_text_has_ended() -> None:
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=120)

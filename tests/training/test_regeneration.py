@@ -32,6 +32,8 @@ def test_the_target_writes_every_turn_after_its_own_turns(tmp_path: Path, target
         assert list(row.answer_ids) == plain.tolist()
         assert row.messages[-1]["content"] == tokenizer.decode(plain, skip_special_tokens=True)
         assert CHAT[1]["content"] not in [message["content"] for message in row.messages]
+    cut = regenerate(conversations(2), target, tokenizer, tmp_path / "cut.jsonl", writing(max_new_tokens=1))
+    assert [len(row.messages) for row in cut] == [2, 2], "an answer that was cut ends its conversation"
 
 
 def test_writing_goes_on_after_a_kill(tmp_path: Path, target, tokenizer, monkeypatch) -> None:

@@ -112,13 +112,10 @@ class WrittenTeacher(Teacher):
 class Losses:
     """What one forward of a training model gives, summed over positions; `S` steps."""
 
+    loss: Tensor  # to be differentiated, not yet divided
     sums: Tensor  # `(S,)` token loss
     correct: Tensor  # `(S,)` positions where the drafter's likeliest token is the target's
     counts: Tensor  # `(S,)` positions
-
-    def __post_init__(self) -> None:
-        weights = STEP_DECAY ** torch.arange(len(self.sums), device=self.sums.device, dtype=self.sums.dtype)
-        self.loss = (weights * self.sums).sum()  # to be differentiated, not yet divided
 
 
 def answering(batch: PackedBatch, learned: Tensor) -> Tensor:
@@ -251,7 +248,8 @@ class DistillationModel(nn.Module):
 
     def losses(self, sums: Tensor, correct: Tensor, counts: Tensor) -> Losses:
         """Of all steps, from what `judge` gave of each."""
-        return Losses(sums, correct, counts)
+        weights = STEP_DECAY ** torch.arange(len(sums), device=sums.device, dtype=sums.dtype)
+        return Losses((weights * sums).sum(), sums, correct, counts)
 
 
 def token_loss(logits: Tensor, inside: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor, Tensor]:
@@ -326,7 +324,7 @@ class AcceptanceModel(DistillationModel):
 
     def losses(self, sums: Tensor, correct: Tensor, counts: Tensor, *chances: Tensor) -> Losses:
         """With the expected acceptance of each start; the positions behind it in a text stand behind it here, too."""
-        losses = Losses(sums, correct, counts)
+        losses = super().losses(sums, correct, counts)
         along = torch.stack([chance.roll(-step) for step, chance in enumerate(chances[0])])
         losses.loss = TOKEN_WEIGHT * losses.loss - along.cumprod(0).sum() / self.steps
         return losses

@@ -35,8 +35,7 @@ from ..memory.plan import size_text
 from ..targets.devices import quick_dtype
 from ..texts.conversations import read_conversations
 from ..texts.rows import Conversation
-from .data import Document, PackedDocuments, build_vocabulary, count_supervised, render_documents
-from .data import coverage as share_covered
+from .data import Document, PackedDocuments, build_vocabulary, count_supervised, coverage, render_documents
 from .measure import EvaluationPrompt, KnownText, evaluation_prompts, readers_of_text, write_texts
 from .objectives import AcceptanceModel, DistillationModel, require_stage_two
 from .preparation import is_small, load_target, make_drafter, precision_of_result, resolve, set_vocabulary, split_rows
@@ -258,7 +257,7 @@ class Run:
             prompts: that acceptance is measured on.
         """
         tokens = sum(len(document.input_ids) for document in dataset.documents)
-        learned, covered = int(counts.sum()), share_covered(counts, model.drafter.draft_ids)
+        learned, covered = int(counts.sum()), coverage(counts, model.drafter.draft_ids)
         done = 0 if self.checkpoint is None else step_of(self.checkpoint)
         # of the best drafter, too: at the end, and where a run is gone on with
         measurements = math.ceil((steps - done) / self.settings.eval_steps) + 1 + (done > 0)
