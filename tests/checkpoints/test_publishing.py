@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 from pathlib import Path
@@ -12,7 +11,7 @@ from unittest.mock import create_autospec
 
 import huggingface_hub
 import pytest
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from typer.testing import CliRunner
 
 from eagle31_hf import Eagle31Drafter
@@ -63,14 +62,15 @@ class StandInHub:
             self.is_private = private
             return SimpleNamespace(repo_id=repo_id)
 
-        def commit(*, folder_path: Path, allow_patterns: list[str], commit_message: str, **_: Any) -> Any:
-            files = {str(path.relative_to(folder_path)): path for path in folder_path.rglob("*.*")}
-            allowed = [name for name in files if any(fnmatch.fnmatch(name, each) for each in allow_patterns)]
-            self.commits[commit_message] = {name: files[name].read_bytes() for name in allowed}
+        def commit(_repo_id: str, operations: list[CommitOperationAdd], *, commit_message: str, **_: Any) -> Any:
+            self.commits[commit_message] = {}
+            for each in operations:
+                with each.as_file() as file:
+                    self.commits[commit_message][each.path_in_repo] = file.read()
             return SimpleNamespace(pr_url=None, commit_url="https://hub/owner/drafter/commit/abc")
 
         api = create_autospec(HfApi, instance=True)
-        api.create_repo.side_effect, api.upload_folder.side_effect = make, commit
+        api.create_repo.side_effect, api.create_commit.side_effect = make, commit
         return api
 
 
@@ -88,7 +88,6 @@ def folder(tmp_path: Path) -> Path:
     out = tmp_path / "out"
     drafter.save_pretrained(out)
     (out / "training_report.json").write_text(json.dumps(RECORD))
-    (out / "README.md").write_text(fill_card(out, "out"))
     (out / "data").mkdir()
     for secret in ("data/texts.jsonl", "rows.jsonl", "notes.txt", "optimizer.pt"):
         (out / secret).write_text("private")
@@ -161,6 +160,7 @@ def test_the_card_tells_use_evidence_training_limits_and_licence(folder):
     assert "{{" not in card
     data = ModelCard(card).data
     assert (data.base_model, data.license, data.base_model_relation) == ("owner/target", "apache-2.0", "adapter")
+    assert "mit, for the weights" in fill_card(folder, "owner/drafter", license="mit")
 
 
 def test_what_a_card_says_of_transformers_runs_as_it_stands(folder, capsys):
@@ -186,12 +186,11 @@ def test_sglang_is_not_advertised_for_a_layout_that_it_does_not_read(folder):
         ({"stages": [{"name": "stage1", "acceptance": {}}]}, "lacks measured acceptance"),
         ({"stages": [{"name": "stage1", "acceptance": {"chat": {}, "code": None}}]}, "lacks measured acceptance"),
         ({"stages": [{"name": "stage1", "acceptance": {"chat": {"rounds": 3}}}]}, "whose acceptance or curve is none"),
-        ({"license": None}, "lacks a licence .--license"),
+        ({"license": None}, "lacks license,.*--license names"),
         ({"data": []}, "lacks data"),
     ],
 )
 def test_missing_evidence_is_named(folder, change, message):
-    (folder / "README.md").unlink()
     (folder / "training_report.json").write_text(json.dumps(RECORD | change))
     with pytest.raises(PublishingError, match=message):
         prepare_upload(folder, "owner/drafter")
@@ -200,25 +199,20 @@ def test_missing_evidence_is_named(folder, change, message):
 def test_a_card_written_by_hand_is_published_as_it_is(folder):
     mine = fill_card(folder, "owner/drafter").replace("Greedy, chain", "On my machine: greedy, chain")
     (folder / "README.md").write_text(mine)
-    assert prepare_upload(folder, "owner/other").card == mine
-    with pytest.raises(PublishingError, match="written by hand"):
-        prepare_upload(folder, "owner/other", license="mit")
+    assert prepare_upload(folder, "owner/drafter").card == mine
+    refused = (("owner/drafter", "mit", "got licence"), ("owner/other", None, "the card loads the drafter from"))
+    for repo_id, license, said in refused:
+        with pytest.raises(PublishingError, match=f"{said}.*published as it is"):
+            prepare_upload(folder, repo_id, license=license)
 
 
-def test_a_card_filled_for_one_repository_is_filled_anew_for_another(folder):
-    (folder / "README.md").write_text(fill_card(folder, "owner/drafter", license="apache-2.0"))
-    assert prepare_upload(folder, "owner/other", license="mit").card == fill_card(folder, "owner/other", license="mit")
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_card_and_record_go_along_into_another_layout(folder, tmp_path, by_hand):
-    if by_hand:
-        (folder / "README.md").write_text("# Mine\n")
+def test_card_and_record_go_along_into_another_layout(folder, tmp_path):
+    (folder / "README.md").write_text("# Mine\n")
     other = tmp_path / "other"
     done = CliRunner().invoke(app, ["convert", str(folder), str(other), "--format", "speculators"])
     assert done.exit_code == 0, done.output
     assert (other / "training_report.json").read_bytes() == (folder / "training_report.json").read_bytes()
-    assert (other / "README.md").read_text() == ("# Mine\n" if by_hand else fill_card(other, "other"))
+    assert (other / "README.md").read_text() == "# Mine\n"
 
 
 def test_a_path_of_this_machine_is_not_published(folder):

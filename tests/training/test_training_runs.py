@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tiny_training import make_drafter, make_target, run_of, training, write_rows
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.checkpoints.card import fill_card
 from eagle31_hf.drafter import loading
 from eagle31_hf.errors import Eagle31Error, TrainingError
 from eagle31_hf.training import train
@@ -39,7 +40,7 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     assert drafter.dtype == torch.bfloat16
     assert drafter.config.is_eagle31
     assert drafter.config.draft_vocab_size == 256
-    card = (told.out / "README.md").read_text()
+    card = fill_card(told.out, "owner/drafter")
     assert all(word in card for word in ("vllm serve", "sglang", "stage1", "assistant_model", "without a drafter"))
     assert str(tmp_path) not in card
     record = (told.out / "training_report.json").read_text()
@@ -67,7 +68,7 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     assert recorded["recipe"]["max_steps"] == "5"
     (change,) = recorded["changed"]
     assert change == "from step 3 on --max-steps 5 instead of 2, --learning-rate 0.5 instead of 0.002"
-    assert f"resumed with other options: {change}." in (told.out / "README.md").read_text()
+    assert f"resumed with other options: {change}." in fill_card(told.out, "owner/drafter")
     second = train_drafter(replace(told, stage="2", drafter=str(told.out), out=tmp_path / "second", max_steps=1))
     (stage,) = second.record["stages"]
     assert (stage["name"], stage["steps"]) == ("stage2", 1)

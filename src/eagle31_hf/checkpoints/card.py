@@ -7,27 +7,25 @@ import re
 import shlex
 import shutil
 import textwrap
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import huggingface_hub
-from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub import errors as hub
+from huggingface_hub import CommitOperationAdd, ModelCard, ModelCardData
 from jinja2 import TemplateError
 
 from ..errors import PublishingError, first_line
 from .checkpoint import Checkpoint, inspect_checkpoint, write_checkpoint
 from .config_json import TARGET_MODEL
 from .files import CONFIG_FILE, WEIGHTS_FILE, get_path, read_json
+from .hub import can_be_hub_id
 from .layouts import default_format
 
 CARD_FILE = "README.md"
 RECORD_FILE = "training_report.json"
 LIBRARY = "eagle31_hf"
 DRAFT_TOKENS = 3  # what both engines' own examples draft for several users at once
-UNKNOWN_LICENSE = "unknown"
 _TEMPLATE = Path(__file__).with_name("card_template.md")
 _TAGS = ["eagle3", "speculative-decoding", "drafter"]
 
@@ -48,7 +46,7 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
         license: of the drafter, where the record tells none or another.
 
     Raises:
-        PublishingError: the record lacks evidence or something else a card must tell; all of it is named.
+        PublishingError: the record lacks a licence, evidence or something else a card must tell; all of it is named.
         CheckpointError: the folder holds no drafter.
     """
     summary, record = inspect_checkpoint(folder), _read_record(folder, license)
@@ -61,6 +59,8 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
         tags=[*_TAGS, "eagle3.1"] if summary.config.is_eagle31 else _TAGS,
     )
     try:
+        kinds = [item for stage in record["stages"] for item in (stage.get("acceptance") or {}).items()]
+        measured = list(dict.fromkeys(name for name, counts in kinds if counts and counts["rounds"]))
         card = ModelCard.from_template(
             data,
             template_str="---\n{{ card_data }}\n---\n\n" + _TEMPLATE.read_text(encoding="utf-8"),
@@ -68,16 +68,16 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
             summary=summary,
             config=summary.config,
             record=record,
-            categories=list(
-                dict.fromkeys(name for stage in record["stages"] for name in stage.get("acceptance") or ())
-            ),
+            categories=measured,
             commands=serving_commands(record["target"], repository, summary.format),
         )
-    except (TemplateError, AttributeError, TypeError) as error:
+    except (TemplateError, AttributeError, KeyError, TypeError) as error:
         raise PublishingError(
             f"{RECORD_FILE} holds stages whose acceptance or curve is none ({first_line(error)}); wanted rounds, "
             "accepted, drafted_at and accepted_at by category, and points of tokens and acceptance_length"
         ) from error
+    if not measured:
+        raise PublishingError(f"{folder / RECORD_FILE} lacks measured acceptance, which the card must tell; add it")
     return str(card)
 
 
@@ -89,10 +89,13 @@ def _read_record(folder: Path, license: str | None) -> dict[str, Any]:
             f"was measured; train it with eagle31 train, or write {CARD_FILE} (for an MTP head: the target it is of)"
         )
     stored = read_json(path)
-    stored["license"] = license or stored.get("license") or UNKNOWN_LICENSE
+    stored["license"] = license or stored.get("license")
     wrong = [name for name, kind in _RECORD.items() if not isinstance(stored.get(name), kind) or not stored[name]]
     if wrong:
-        raise PublishingError(f"{path} lacks {', '.join(wrong)}, which the card must tell; train or measure it again")
+        raise PublishingError(
+            f"{path} lacks {', '.join(wrong)}, which the card must tell; add it there, or train or measure again "
+            "(--license names a licence)"
+        )
     return stored
 
 
@@ -120,7 +123,7 @@ PUBLISHED_FILES = (CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, RECORD_FILE)
 
 
 class Upload(NamedTuple):
-    """What goes to `repo_id`: the bytes of each file of `folder`, and the card's text, which may not be there yet."""
+    """What goes to `repo_id`: the card's text, and the bytes of each file of `folder` and of the card."""
 
     repo_id: str
     folder: Path
@@ -131,17 +134,14 @@ class Upload(NamedTuple):
 def prepare_upload(folder: Path, repo_id: str, *, license: str | None = None) -> Upload:
     """Everything that can be refused without a network. Nothing is written.
 
-    A `README.md` that was written or changed by hand is taken as it is; else the card is filled from
-    `training_report.json`, for this repository.
+    A `README.md` in the folder is taken as it is; else the card is filled from `training_report.json`.
 
     Raises:
         PublishingError: the record lacks a licence, evidence or other facts (named), or `repo_id` cannot be a Hub id.
         CheckpointError: the folder holds no drafter.
     """
-    try:
-        huggingface_hub.utils.validate_repo_id(repo_id)
-    except hub.HFValidationError as error:
-        raise PublishingError(f"got repository {repo_id!r}; wanted a Hub id, owner/name ({error})") from error
+    if not can_be_hub_id(repo_id):
+        raise PublishingError(f"got repository {repo_id!r}; wanted a Hub id, owner/name")
     card = _card(folder, repo_id, license)
     files = {name: (folder / name).stat().st_size for name in PUBLISHED_FILES[1:] if (folder / name).is_file()}
     if missing := [name for name in (CONFIG_FILE, WEIGHTS_FILE) if name not in files]:
@@ -159,48 +159,26 @@ def prepare_upload(folder: Path, repo_id: str, *, license: str | None = None) ->
 
 
 def _card(folder: Path, repo_id: str, license: str | None) -> str:
-    text = _card_by_hand(folder)
-    if text is None:
-        text, record = fill_card(folder, repo_id, license=license), _read_record(folder, license)
-        kinds = [kind for stage in record["stages"] for kind in (stage.get("acceptance") or {}).values()]
-        lacking = ["a licence (--license names it)"] if record["license"] == UNKNOWN_LICENSE else []
-        lacking += [] if any(kind and kind["rounds"] for kind in kinds) else ["measured acceptance"]
-        if lacking:
-            raise PublishingError(
-                f"the card lacks {' and '.join(lacking)}, as {folder / RECORD_FILE} does; add it there"
-            )
-        return text
-    if license is not None:
+    if not (folder / CARD_FILE).is_file():
+        return fill_card(folder, repo_id, license=license)
+    text = (folder / CARD_FILE).read_text(encoding="utf-8")
+    named = re.search(r'Eagle31Drafter\.from_pretrained\("([^"]+)"', text)
+    wrong = f"got licence {license!r}" if license is not None else ""
+    if named is not None and named[1] != repo_id:
+        wrong = f"got repository {repo_id!r}, where the card loads the drafter from {named[1]!r}"
+    if wrong:
         raise PublishingError(
-            f"got licence {license!r}, but {folder / CARD_FILE} was written by hand and is published as it is; state "
-            "the licence there, or remove it"
+            f"{wrong}, and {folder / CARD_FILE} is published as it is; correct it there, or remove it to have a card "
+            f"filled from {RECORD_FILE}"
         )
     return text
 
 
-def _card_by_hand(folder: Path) -> str | None:
-    """The card that was written or changed by hand; `None`: there is none, or one that can be filled anew."""
-    if not (folder / CARD_FILE).is_file():
-        return None
-    text = (folder / CARD_FILE).read_text(encoding="utf-8")
-    named = re.search(r'from_pretrained\("(.+)", target=target\)', text)
-    if named is None or not (folder / RECORD_FILE).is_file():
-        return text
-    stated = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
-    return None if text == fill_card(folder, named[1], license=stated) else text
-
-
 def carry_records(origin: Path, folder: Path) -> None:
-    """Give a checkpoint in `folder` the card and the record of the one in `origin` that it was made from; a card that
-    was filled there is filled anew."""
-    if origin.resolve() == folder.resolve():
-        return
-    records = [name for name in (CARD_FILE, RECORD_FILE) if (origin / name).is_file()]
-    for name in records:
-        shutil.copyfile(origin / name, folder / name)
-    with suppress(PublishingError):  # of a record that is not whole no card can be filled
-        if CARD_FILE in records and _card_by_hand(origin) is None:
-            (folder / CARD_FILE).write_text(fill_card(folder, folder.name), encoding="utf-8")
+    """Give a checkpoint in `folder` the card and the record of the one in `origin` that it was made from."""
+    for name in (CARD_FILE, RECORD_FILE):
+        if origin.resolve() != folder.resolve() and (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
 
 
 def upload(
@@ -212,7 +190,7 @@ def upload(
     create_pr: bool = False,
     commit_message: str = "Upload drafter",
 ) -> str:
-    """Commit all files at once, the card written into the folder before; returns the commit's address.
+    """Commit all files at once; returns the commit's address.
 
     Args:
         token: with write rights; `None`: the one of `hf auth login`.
@@ -223,16 +201,17 @@ def upload(
     Raises:
         PublishingError: no token, no rights, no network, or the Hub refused; the message says what to do.
     """
-    (prepared.folder / CARD_FILE).write_text(prepared.card, encoding="utf-8")
     api = huggingface_hub.HfApi(token=token, library_name=LIBRARY)
     try:
         repo_id = api.create_repo(prepared.repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not create_pr:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=prepared.folder,
-            allow_patterns=list(prepared.files),
+        commit = api.create_commit(
+            repo_id,
+            [
+                CommitOperationAdd(name, prepared.card.encode() if name == CARD_FILE else prepared.folder / name)
+                for name in prepared.files
+            ],
             commit_message=commit_message,
             revision=revision,
             create_pr=create_pr,

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from transformers import (
 )
 
 from ..checkpoints import inspect_checkpoint
-from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
+from ..checkpoints.card import RECORD_FILE
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import count
 from ..memory.plan import size_text
@@ -62,8 +61,9 @@ KEPT_CHECKPOINTS = 3  # the best, the last, and the one being written
 def train_drafter(settings: TrainingSettings, *, console: Console | None = None) -> TrainingReport:
     """Make a drafter: let the target write its text, choose the draft vocabulary, train, measure, write.
 
-    The plan is printed before the first step. The folder `settings.out` ends with the drafter in the published layout,
-    its card and `training_report.json`; beside them `stage1/` or `stage2/` holds checkpoints and `data/` the texts.
+    The plan is printed before the first step. The folder `settings.out` ends with the drafter in the published layout
+    and `training_report.json`, from which its card is filled; beside them `stage1/` or `stage2/` holds checkpoints and
+    `data/` the texts.
 
     Args:
         console: where progress is shown; default: standard error.
@@ -364,7 +364,6 @@ class Run:
         drafter.name_target(settings.target_id or settings.target)
         drafter.save_pretrained(out)
         (out / RECORD_FILE).write_text(json.dumps(report.record, indent=2), encoding="utf-8")
-        (out / CARD_FILE).write_text(fill_card(out, Path(out).resolve().name), encoding="utf-8")
 
 
 def leave_process_group() -> None:
