@@ -19,7 +19,6 @@ from packed_pairs import LARGEST_ERROR, PACKINGS, SCHEMES_OF_DRAFTERS, load, mat
 from torch import Tensor, nn
 
 from eagle31_hf.drafter.packed_linear import pack_matrix
-from eagle31_hf.errors import IncompatibleTargetError
 from eagle31_hf.memory.weights import storage_bytes
 from eagle31_hf.targets import quantized as target_side
 from eagle31_hf.targets.quantized import OneTokenArithmetic, gather_head_rows
@@ -91,17 +90,17 @@ def is_repacked(head: Any) -> bool:
     return bool(getattr(getattr(head.weight, "quant_state", None), "packing_format_for_cpu", False))
 
 
-@pytest.mark.parametrize("slice_elements", [1, 2**24])
+@pytest.mark.parametrize("units", [7, 64])
 @pytest.mark.parametrize("packing", PACKINGS)
 @torch.no_grad()
 def test_gathered_rows_are_the_dequantised_ones(
-    saved: dict[str, Path], packing: str, slice_elements: int, monkeypatch: pytest.MonkeyPatch
+    saved: dict[str, Path], packing: str, units: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_side, "_SLICE_ELEMENTS", slice_elements)
+    monkeypatch.setattr(target_side, "_UNITS", units)
     head = load(saved["llama"], packing, llm_int8_skip_modules=[]).lm_head
     whole = dequantised(head)
     ids = torch.tensor([5, 0, 95, 17, 18])
-    rows = gather_head_rows(head, ids, torch.float32)
+    rows = gather_head_rows(head, ids, 64, torch.float32)
     assert rows.shape == (5, 64)
     assert rows.is_contiguous()
     # A CPU with AVX512-BF16 rounds scales and products to bf16.
@@ -115,8 +114,6 @@ def test_gathered_rows_are_the_dequantised_ones(
 @torch.no_grad()
 def test_gathered_rows_leave_out_the_bias_and_ask_any_kind_of_head() -> None:
     class Foreign(nn.Module):
-        in_features, out_features = 8, 20
-
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("qweight", torch.randint(-9, 9, (20, 8), dtype=torch.int8))
@@ -126,15 +123,13 @@ def test_gathered_rows_leave_out_the_bias_and_ask_any_kind_of_head() -> None:
             return x @ self.qweight.to(x.dtype).T / 8 + self.bias
 
     head, ids = Foreign(), torch.tensor([1, 19])
-    rows = gather_head_rows(head, ids, torch.float32)
+    rows = gather_head_rows(head, ids, 8, torch.float32)
     torch.testing.assert_close(rows, head.qweight[ids].float() / 8, atol=1e-6, rtol=0)
-    with pytest.raises(IncompatibleTargetError, match="Sequential of unknown size"):
-        gather_head_rows(nn.Sequential(head), ids, torch.float32)
 
 
 def test_rows_of_a_plain_head_are_taken_by_index() -> None:
     head, ids = target_of("llama").lm_head, torch.tensor([4, 2])
-    assert torch.equal(gather_head_rows(head, ids, torch.float32), head.weight[ids])
+    assert torch.equal(gather_head_rows(head, ids, 64, torch.float32), head.weight[ids])
 
 
 # --- LLM.int8 -------------------------------------------------------------------------------------------------------

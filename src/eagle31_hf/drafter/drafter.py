@@ -26,7 +26,6 @@ from ..memory.weights import SCHEMES, Quantization
 from ..settings import Eagle31GenerationConfig
 from ..targets.binding import TargetBinding
 from ..targets.fresh_drafter import default_config, with_distinct_states
-from ..targets.quantized import gather_head_rows
 from ..targets.self_test import require_readable_states
 from .assistant import Assistant
 from .draft_rows import with_draft_rows
@@ -249,7 +248,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         try:
             require_readable_states(binding)
             if self.lm_head is None and self.config.has_reduced_vocabulary:
-                rows = gather_head_rows(binding.lm_head, self.draft_ids, binding.compute_dtype)
+                rows = binding.head_rows(self.draft_ids)
         except Exception:
             binding.close()
             raise
@@ -354,7 +353,7 @@ def copy_from_target(checkpoint: Checkpoint, target: PreTrainedModel, parts: Col
             config.own_embedding = True
         if "head" in parts and not config.own_lm_head:
             ids = torch.arange(config.draft_vocab_size or config.vocab_size) + tensors.get("d2t", torch.tensor(0))
-            rows = gather_head_rows(binding.lm_head, ids, binding.compute_dtype)
+            rows = binding.head_rows(ids)
             tensors["lm_head.weight"], config.own_lm_head = rows.to("cpu", dtype), True
     finally:
         binding.close()

@@ -29,7 +29,7 @@ from ..drafting.draft_tree import DraftTree
 from ..errors import IncompatibleTargetError
 from .devices import precision_caution, warn_once
 from .mixers import Mixers, require_mixers
-from .quantized import OneTokenArithmetic, require_working_head
+from .quantized import OneTokenArithmetic, gather_head_rows, require_working_head
 from .rotation import most_positions, rotates_alike_up_to
 from .taps import HiddenStateTaps
 
@@ -153,6 +153,10 @@ class TargetBinding:
             embedded=getattr(self.embedding, "num_embeddings", configured),
             logits=getattr(self.lm_head, "out_features", configured),
         )
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """Rows `(Vd, H)` of the head, dense, of these ids `(Vd,)`."""
+        return gather_head_rows(self.lm_head, ids, self.text_config.hidden_size, self.compute_dtype)
 
     # --- hidden states -------------------------------------------------------------------------------------------
 
