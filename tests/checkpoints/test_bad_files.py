@@ -252,17 +252,18 @@ def test_unsound_tensors_are_named(tmp_path, tensors, message):
     assert len(str(refused.value)) < LONGEST_MESSAGE
 
 
-@pytest.mark.parametrize("name", ["t2d", "d2t"])
-@pytest.mark.parametrize("reduced", [True, False])
-def test_a_vocabulary_map_of_eight_bit_floats(tmp_path, name, reduced):
+@pytest.mark.parametrize(
+    ("name", "reduced", "message"),
+    [("t2d", True, "t2d has dtype float8_e4m3fn, wanted integers"), ("d2t", True, "d2t has dtype float8_e4m3fn"),
+     ("d2t", False, "is no identity map")],
+)  # fmt: skip
+def test_a_vocabulary_map_of_eight_bit_floats(tmp_path, name, reduced, message):
     tensors = layout("midlayer", **({} if reduced else {"lm_head__weight": (20, 8)}))
     if not reduced:
         tensors |= {"d2t": torch.zeros(20, dtype=torch.int64), "t2d": torch.ones(20, dtype=torch.bool)}
     tensors[name] = tensors[name].float().to(torch.float8_e4m3fn)
     config = PLAIN | {"draft_vocab_size": 5 if reduced else 20}
-    assert_refused(
-        save(tmp_path, config, tensors), f"{name} is .* of dtype f8_e4m3|{name} is .* of dtype float8_e4m3fn"
-    )
+    assert_refused(save(tmp_path, config, tensors), message)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import errors as hub
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tiny_checkpoints import KEPT_IDS, LAYER_0, PLAIN, REFUSES, VARIANTS, layout, make, save, sharded, t2d
+from tiny_checkpoints import KEPT_IDS, LAYER_0, PLAIN, REFUSES, VARIANTS, layout, make, save, sharded
 
 from eagle31_hf.checkpoints import (
     FORMATS,
@@ -213,7 +213,6 @@ def test_writing_over_shards_removes_them(tmp_path):
         ({"fc.weight": torch.ones(8, 23)}, r"fc\.weight is \[8, 23\]"),
         ({"norm.weight": torch.full((8,), float("nan"))}, "NaN"),
         ({"d2t": KEPT_IDS.clone()}, "absolute target ids|no vocabulary map"),
-        ({"t2d": t2d()}, "spare: t2d"),
     ],
 )
 def test_unsound_tensors_are_not_written(tmp_path, change, message):

@@ -22,10 +22,10 @@ from torch import Tensor
 from ..config import Eagle31Config, MtpConfig
 from ..errors import CheckpointFormatError, ConfigurationError, config_problem
 from .checks import (
+    INTEGERS,
     check_rope,
     check_tensors,
     check_values,
-    check_vocabulary_headers,
     check_vocabulary_map,
     refuse_other_methods,
 )
@@ -232,7 +232,6 @@ def _read_headers(folder: Path, source: str) -> CheckpointSummary:
     layout = detect_layout(raw_config, stored.headers)
     names = _canonical_names(stored.headers)
     headers = {ours: stored.headers[theirs] for ours, theirs in names.items()}
-    check_vocabulary_headers({name: headers[name] for name in ("d2t", "t2d") if name in headers})
     try:
         fields = read_config_fields(layout, raw_config, _count_layers(headers))
         config = Eagle31Config(**_completed_fields(layout, fields, raw_config, headers))
@@ -243,14 +242,15 @@ def _read_headers(folder: Path, source: str) -> CheckpointSummary:
         raise _impossible(error) from error
     if not config.has_reduced_vocabulary:
         # A full vocabulary needs no map. Some writers keep an identity map: checked, then dropped.
-        if "d2t" in names and stored.load([names["d2t"]])[names["d2t"]].any():
+        theirs = names.get("d2t")
+        if theirs and (headers["d2t"].dtype not in INTEGERS or stored.load([theirs])[theirs].any()):
             raise CheckpointFormatError(
                 "d2t is present though the draft vocabulary is the whole vocabulary, and it is no identity map (all "
                 "zeros); state the reduced draft_vocab_size, or remove d2t and t2d"
             )
         names = {ours: theirs for ours, theirs in names.items() if ours not in ("d2t", "t2d")}
     check_rope(config)
-    _check_shapes({ours: headers[ours] for ours in names if ours != "t2d"}, config)
+    _check_shapes({ours: headers[ours] for ours in names}, config)
     return CheckpointSummary(
         source,
         layout.name,
@@ -357,6 +357,8 @@ def _check_shapes(tensors: Mapping[str, Tensor], config: Eagle31Config) -> None:
         wanted = expected_shapes(config)
     except Exception as error:  # no tensor can be so large
         raise _impossible(error) from error
+    if "d2t" in wanted and "t2d" in tensors:
+        wanted["t2d"] = (config.vocab_size,)
     check_tensors(tensors, wanted)
 
 
