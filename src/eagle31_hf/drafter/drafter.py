@@ -25,7 +25,7 @@ from ..memory.ledger import DRAFTER_PRECISIONS
 from ..memory.weights import SCHEMES, Quantization
 from ..settings import Eagle31GenerationConfig
 from ..targets.binding import TargetBinding
-from ..targets.fresh_drafter import default_config, with_distinct_states
+from ..targets.fresh_drafter import default_config
 from ..targets.self_test import require_readable_states
 from .assistant import Assistant
 from .draft_rows import with_draft_rows
@@ -220,10 +220,9 @@ class Eagle31Drafter(Assistant, Eagle31Network):
             overrides: fields of `Eagle31Config` to set differently, e.g. `draft_vocab_size=32000`.
 
         Raises:
-            ConfigurationError: a target of one or two layers, and no `aux_layers` said.
+            ConfigurationError: a target of one or two layers, and no `aux_layers` given.
         """
-        config = config or default_config(target.config, **overrides)
-        drafter = cls(with_distinct_states(config, target.config.get_text_config(decoder=True).num_hidden_layers))
+        drafter = cls(config or default_config(target.config, **overrides))
         binding = TargetBinding(target, drafter.config)
         drafter.to(device=binding.head_device, dtype=binding.compute_dtype)  # type: ignore[call-arg]
         drafter._bind(binding)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..config import Eagle31Config
-from ..errors import ConfigurationError, IncompatibleTargetError
+from ..errors import IncompatibleTargetError
 
-_SHALLOW = 7  # layers from which on the published default names three different states in order
+_SHALLOW = 7  # layers from which on the published default, `2, L//2, L-3`, names three different states in order
 UNTOLD_CONTEXT = 2048  # longest text of a drafter whose target does not tell its own
 _INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")  # GPT-2, OPT, Falcon
 _KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads")  # Falcon
@@ -71,29 +70,8 @@ def default_config(target: PreTrainedConfig, **overrides: Any) -> Eagle31Config:
     }
     if (heads := overrides.get("num_attention_heads")) is not None:
         fields["num_key_value_heads"] = math.gcd(fields["num_key_value_heads"], heads)  # groups of one size
+    if 3 <= text.num_hidden_layers < _SHALLOW and "num_aux_hidden_states" not in overrides:
+        first = min(2, text.num_hidden_layers - 2)
+        fields["aux_layers"] = [first, first + 1, first + 2]
     fields |= {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return Eagle31Config(**{**fields, **overrides})
-
-
-def with_distinct_states(config: Eagle31Config, num_target_layers: int) -> Eagle31Config:
-    """The configuration of a drafter about to be made, whose hidden states are all different ones.
-
-    The published default, `2, L//2, L-3`, names one state twice or the states out of order where a target has fewer
-    than seven layers. Drafters that were trained so are read so; a fresh one takes three in a row.
-
-    Raises:
-        ConfigurationError: the target has too few layers for three.
-    """
-    if config.aux_layers is not None or config.num_aux_hidden_states != 3 or num_target_layers >= _SHALLOW:
-        return config
-    if num_target_layers < 3:
-        some = list(range(num_target_layers + 1))
-        raise ConfigurationError(
-            f"a target of {num_target_layers} layer{'s' * (num_target_layers > 1)} has too few for the three hidden "
-            f"states that a fresh drafter reads; say which to read, 0 being the embedding: from_target(target, "
-            f"aux_layers={some}, num_aux_hidden_states={len(some)})"
-        )
-    first = min(2, num_target_layers - 2)
-    config = copy.deepcopy(config)
-    config.aux_layers = [first, first + 1, first + 2]
-    return config
