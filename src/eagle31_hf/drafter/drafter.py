@@ -26,7 +26,6 @@ from ..memory.weights import SCHEMES, Quantization
 from ..settings import Eagle31GenerationConfig
 from ..targets.binding import TargetBinding
 from ..targets.fresh_drafter import default_config
-from ..targets.self_test import require_readable_states
 from .assistant import Assistant
 from .draft_rows import with_draft_rows
 from .packed_linear import bitsandbytes, pack_linears, pack_matrix, packing_of
@@ -245,7 +244,6 @@ class Eagle31Drafter(Assistant, Eagle31Network):
     def _bind(self, binding: TargetBinding) -> None:
         rows = None
         try:
-            require_readable_states(binding)
             if self.lm_head is None and self.config.has_reduced_vocabulary:
                 rows = binding.head_rows(self.draft_ids)
         except Exception:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from ..cache.speculative import SpeculativeCache
 from ..cache.states import StateKey
 from ..cache.stock import read_stock_layers
 from ..drafting.draft_tree import DraftTree, ancestors_from_parents
-from ..errors import Eagle31Error, IncompatibleTargetError, named_line
+from ..errors import Eagle31Error, named_line
 from .binding import TargetBinding, Verification
 from .quantized import holds_packed_weights
 from .rotation import rotations_left_alone
@@ -43,7 +44,8 @@ def probe_tree_verification(binding: TargetBinding) -> None:
     why = _seen_without_a_forward(binding)
     if not why:
         alone = rotations_left_alone(binding.decoder)
-        with alone, binding.masked_attention(), binding.one_token_arithmetic.active():
+        reading = binding.capturing() if binding.aux_layers else nullcontext()  # as rounds read states for a drafter
+        with alone, reading, binding.masked_attention(), binding.one_token_arithmetic.active():
             for masks_by_type in (None, True, False):
                 binding.masks_by_type = masks_by_type
                 wrong = _why_wrong(binding)
@@ -81,28 +83,6 @@ def _seen_without_a_forward(binding: TargetBinding) -> str:
         if is_window and type(value) is int and 0 < value < longest:
             return f"its layers have a window of {value} tokens, {name}, which our cache does not keep"
     return ""
-
-
-@torch.no_grad()
-def require_readable_states(binding: TargetBinding) -> None:
-    """A drafter reads one vector a token from between the target's layers.
-
-    Raises:
-        IncompatibleTargetError: something else is there, as in Gemma 3n, whose layers pass four streams on.
-    """
-    tokens = probe_tokens(binding, 2)
-    try:
-        with rotations_left_alone(binding.decoder), binding.capturing():
-            _plain_logits(binding, tokens)
-            shape = tuple(binding.take_aux().shape)
-    except FAILURES:
-        return  # the self-test and the first generation say more
-    wanted = (1, 2, len(binding.aux_layers) * binding.text_config.hidden_size)
-    if shape != wanted:
-        raise IncompatibleTargetError(
-            f"of two tokens {type(binding.model).__name__} passes hidden states of shape {shape} from layer to layer; "
-            f"wanted {wanted}, one vector a token for each layer that is read: there are no drafters for such targets"
-        )
 
 
 def _tree_error(binding: TargetBinding) -> float:

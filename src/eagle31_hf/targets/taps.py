@@ -84,7 +84,8 @@ class HiddenStateTaps:
         """What the thread's last forward left, `(B, T, A*Ht)` on `device`, lowest index first. Handed over once.
 
         Raises:
-            IncompatibleTargetError: the hooks did not run (the model was compiled before they were there).
+            IncompatibleTargetError: the hooks did not run (the model was compiled before they were there), or several
+                streams pass between the layers (Gemma 3n).
         """
         caught = dict(self._caught_in_graphs)
         if not torch.compiler.is_compiling():
@@ -97,7 +98,13 @@ class HiddenStateTaps:
                 f"the target's hidden states {missing} were not seen during its forward pass; if the target was "
                 "compiled with torch.compile, attach the drafter before compiling"
             )
-        return torch.cat([caught[index].to(device) for index in self._indices], dim=-1)
+        states = [caught[index].to(device) for index in self._indices]
+        if any(each.dim() != 3 for each in states):
+            raise IncompatibleTargetError(
+                f"the target passes states of shape {tuple(states[0].shape)} from layer to layer; wanted one vector a token, "
+                "which is what drafters read: there are none for such targets"
+            )
+        return torch.cat(states, dim=-1)
 
     def close(self) -> None:
         """Remove the hooks."""
