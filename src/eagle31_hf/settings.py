@@ -56,19 +56,22 @@ class Eagle31GenerationConfig(GenerationConfig):
             then what the target writes over such a cache, with or without drafts. Our own loop only.
     """
 
+    draft_top_k: int | None = None
+    draft_min_confidence: float | None = None
+    draft_tree_size: int | None = None
+    draft_window: int | None = None
+    speculation_loop: str = "auto"
+    acceleration: str = "auto"
+    cache_type: str = "auto"
+
     def __init__(self, **kwargs):
-        self.draft_top_k: int | None = kwargs.pop("draft_top_k", None)
-        self.draft_min_confidence: float | None = kwargs.pop("draft_min_confidence", None)
         if kwargs.pop("draft_length_bounds", None) is not None:  # saved by an earlier version, most likely as null
             raise ConfigurationError(removal("draft_length_bounds"))
         for gone in ("draft_confidence_floor", "draft_tree"):  # 0.1 saved them with drafters, which still load
             if kwargs.pop(gone, None) not in (None, "dynamic"):
                 logger.warning("eagle31: ignored: %s", removal(gone))
-        self.draft_tree_size: int | None = kwargs.pop("draft_tree_size", None)
-        self.draft_window: int | None = kwargs.pop("draft_window", None)
-        self.speculation_loop: str = kwargs.pop("speculation_loop", "auto")
-        self.acceleration: str = kwargs.pop("acceleration", "auto")
-        self.cache_type: str = kwargs.pop("cache_type", "auto")
+        for name in OWN_FIELDS:
+            setattr(self, name, kwargs.pop(name, getattr(Eagle31GenerationConfig, name)))
         kwargs.setdefault("num_assistant_tokens_schedule", "planned")
         super().__init__(**kwargs)
 
@@ -174,15 +177,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-OWN_FIELDS = (
-    "draft_top_k",
-    "draft_min_confidence",
-    "draft_tree_size",
-    "draft_window",
-    "speculation_loop",
-    "acceleration",
-    "cache_type",
-)
+OWN_FIELDS = tuple(Eagle31GenerationConfig.__annotations__)
 
 
 @cache
