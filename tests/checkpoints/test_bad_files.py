@@ -143,17 +143,17 @@ def holding(content: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda file: None, "^(?!.*not valid JSON).*has no config.json"),
+        (lambda file: None, "^(?!.*cannot be read as JSON).*has no config.json"),
         (Path.mkdir, "is a folder"),
         (lambda file: file.symlink_to(file), "cannot be read"),
         (os.mkfifo, "or a device"),
-        (holding("{"), "not valid JSON"),
+        (holding("{"), "cannot be read as JSON"),
         (holding("[]"), "holds a list"),
-        (holding("\xff"), "not valid JSON"),
-        (holding('{"hidden_size": ' + "9" * 5000 + "}"), "not valid JSON"),
+        (holding("\xff"), "cannot be read as JSON"),
+        (holding('{"hidden_size": ' + "9" * 5000 + "}"), "cannot be read as JSON"),
         (holding('{"hidden_size": ' + "9" * 4000 + "}"), "."),
         (holding('{"rope_theta": ' + '{"deep": ' * 900 + "0" + "}" * 900 + "}"), "."),
-        (holding('{"note": ' + "[" * 100_000 + "]" * 100_000 + "}"), "not valid JSON"),
+        (holding('{"note": ' + "[" * 100_000 + "]" * 100_000 + "}"), "cannot be read as JSON"),
     ],
 )
 def test_files_that_hold_no_configuration(tmp_path, make, message):

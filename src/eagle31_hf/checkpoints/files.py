@@ -56,21 +56,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         if path.exists() and not path.is_file():  # a pipe would keep us waiting for ever
-            raise CheckpointFormatError(f"{path} is a folder or a device; wanted a JSON file")
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise CheckpointFormatError(f"{path} has {size} bytes; wanted a JSON file of at most {MOST_BYTES}")
+            raise OSError("it is a folder or a device")
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise ValueError(f"it has {size} bytes; wanted a JSON file of at most {MOST_BYTES}")
         content = json.loads(path.read_text(encoding="utf-8"))
-    except CheckpointFormatError:  # a `ValueError`, too: what is wrong has been said
-        raise
     except FileNotFoundError as error:
         raise CheckpointFormatError(f"{path.parent} has no {path.name}; a drafter checkpoint needs it") from error
-    except OSError as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise CheckpointFormatError(
-            f"{path} cannot be read ({error.strerror or error}); fetch it again or correct its permissions"
+            f"{path} cannot be read as JSON ({error}); fetch or write it again, or correct its permissions"
         ) from error
-    except (RecursionError, ValueError) as error:
-        raise CheckpointFormatError(f"{path} is not valid JSON ({error}); fetch or write it again") from error
     if not isinstance(content, dict):
         raise CheckpointFormatError(f"{path} holds {json_kind(content)}; wanted a JSON object")
     return content
