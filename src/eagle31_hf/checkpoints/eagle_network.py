@@ -332,16 +332,16 @@ class Eagle31Network(PreTrainedModel):
         return DrafterOutput(normed=normed, feedback=normed if self.config.norm_output else hidden)
 
     def packable(self) -> dict[str, tuple[int, int]]:
-        """Shapes `(N, K)` of the matrices that may be packed, by name: attention, MLP and the draft head.
+        """Shapes `(N, K)` of the matrices that may be packed, by name: projections of the layers, and the draft head.
 
         `fc` reads the target's hidden states, where a few large entries would take all the precision, and is one
         matrix product per accepted token. Latent attention multiplies with parts of `kv_b_proj`'s weight itself, which
-        packed numbers do not have.
+        packed numbers do not have. Experts are 3-D.
         """
         return {
             name: (module.out_features, module.in_features)
             for name, module in self.named_modules()
-            if isinstance(module, nn.Linear) and name != "fc" and not name.endswith("kv_b_proj")
+            if isinstance(module, nn.Linear) and ("_proj" in name or name == "lm_head") and "kv_b_proj" not in name
         }
 
     def canonical_tensors(self) -> dict[str, Tensor]:

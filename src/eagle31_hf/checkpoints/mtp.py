@@ -43,8 +43,6 @@ HEAD_FILE = "mtp.safetensors"
 
 TOKENIZER_FILE = "tokenizer.json"
 """Of a target: the order of its ids says which rows of its LM head are worth drafting from."""
-PACKED_MODULES = "_proj"
-"""How linear layers of a head end that a quantiser may pack."""
 
 _PARTS = ("fc.weight", "enorm.weight", "hnorm.weight", "norm.weight")
 _PREFIX = r"(?:model\.|language_model\.)*"

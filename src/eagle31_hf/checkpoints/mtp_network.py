@@ -25,7 +25,6 @@ from ..cache.grouped_attention import GROUPED
 from ..cache.stock import CACHE_ARGUMENT
 from ..config import MtpConfig
 from .eagle_network import DrafterOutput, Eagle31Network, KeepsBufferDtypes, off_meta
-from .mtp import PACKED_MODULES
 
 
 class MtpNetwork(Eagle31Network):
@@ -81,15 +80,6 @@ class MtpNetwork(Eagle31Network):
             hidden = output if isinstance(output, Tensor) else output[0]
         normed = self.norm(hidden)
         return DrafterOutput(normed=normed, feedback=normed if self.config.norm_output else hidden)
-
-    def packable(self) -> dict[str, tuple[int, int]]:
-        """Projections of the layers. `fc` is never packed, which costs drafts; nor are experts, which are 3-D."""
-        named = ((f"layers.{name}", module) for name, module in self.layers.named_modules())
-        return {
-            name: (module.out_features, module.in_features)
-            for name, module in named
-            if isinstance(module, nn.Linear) and name.endswith(PACKED_MODULES)
-        }
 
 
 class NoRotation(nn.Module):
