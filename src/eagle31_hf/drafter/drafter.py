@@ -66,10 +66,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         quantization_config: Any = None,
         memory: MemoryPlan | Literal["auto"] | None = None,
         draft_vocab_size: int | None = None,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        local_files_only: bool = False,
+        **options: Any,
     ) -> Eagle31Drafter:
         """Read a published drafter from a folder or the Hub, in any layout of `docs/formats.md`.
 
@@ -87,7 +84,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
                 (docs/memory.md). Needs `target`.
             draft_vocab_size: rows of its target's LM head that an MTP head drafts from, the first so many; default: as
                 many as pay (`draft_rows`). EAGLE drafters have a draft vocabulary of their own.
-            revision, token, cache_dir, local_files_only: as in `huggingface_hub`.
+            options: `revision`, `token`, `cache_dir`, `local_files_only` as in `huggingface_hub`.
 
         Raises:
             CheckpointError: the checkpoint cannot be found, read or trusted.
@@ -100,13 +97,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         plan = None if memory is None else plan_to_apply(memory, target, pretrained_model_name_or_path)
         if plan is not None and packing is None:
             packing = SCHEMES.get(DRAFTER_PRECISIONS[plan.settings.drafter_precision])
-        checkpoint = read_checkpoint(
-            pretrained_model_name_or_path,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-        )
+        checkpoint = read_checkpoint(pretrained_model_name_or_path, **options)
         if isinstance(checkpoint.config, MtpConfig):
             checkpoint = with_draft_rows(checkpoint, draft_vocab_size)
         elif draft_vocab_size is not None:
