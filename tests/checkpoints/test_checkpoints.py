@@ -312,5 +312,5 @@ def test_a_folder_of_a_repository_is_a_drafter_of_its_own(tmp_path, monkeypatch)
     )
     with pytest.raises(CheckpointNotFoundError, match=r"no config\.json on the Hub; check the folder's name"):
         read_checkpoint("someone/drafter/half")
-    with pytest.raises(CheckpointNotFoundError, match="its folders compressed, full have; pass one of them"):
+    with pytest.raises(CheckpointFormatError, match=r"has no config\.json; pass the folder that holds it"):
         read_checkpoint(tmp_path)

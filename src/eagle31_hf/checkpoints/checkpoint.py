@@ -38,7 +38,7 @@ from .config_json import (
     write_config_fields,
 )
 from .files import CONFIG_FILE, FLOATS, StoredTensors, dtype_name, open_tensors, read_json, replace_checkpoint
-from .hub import refuse_other_contents, resolve_checkpoint
+from .hub import resolve_checkpoint
 from .layouts import (
     LATENT_SIZES,
     Layout,
@@ -224,7 +224,6 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
 
 
 def _read_headers(folder: Path, source: str) -> CheckpointSummary:
-    refuse_other_contents(folder)
     raw_config = read_json(folder / CONFIG_FILE)
     _check_sections(raw_config)
     stored = open_tensors(folder)

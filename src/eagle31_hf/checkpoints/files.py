@@ -61,7 +61,9 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError(f"it has {size} bytes; wanted a JSON file of at most {MOST_BYTES}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointFormatError(f"{path.parent} has no {path.name}; a drafter checkpoint needs it") from error
+        raise CheckpointFormatError(
+            f"{path.parent} has no {path.name}; pass the folder that holds it (a GGUF file cannot be read)"
+        ) from error
     except (OSError, RecursionError, ValueError) as error:
         raise CheckpointFormatError(
             f"{path} cannot be read as JSON ({error}); fetch or write it again, or correct its permissions"

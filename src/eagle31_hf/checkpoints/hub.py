@@ -14,14 +14,6 @@ from ..errors import CheckpointFormatError, CheckpointNotFoundError, shown
 from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, holds_fusion, read_json
 from .mtp import FAMILIES, UNREADABLE, StoredHead, find_head, head_files, refuse_lost_head, text_fields
 
-GGUF_SUFFIX = ".gguf"
-MOST_NAMED = 5
-"""Of the folders that a refusal names."""
-_GGUF_ADVICE = (
-    "is llama.cpp's format and cannot be read here; pass the drafter it "
-    "was converted from: a folder or Hub id with config.json and safetensors"
-)
-
 
 def resolve_checkpoint(
     path_or_id: str | os.PathLike[str],
@@ -67,25 +59,11 @@ def _local_folder(path_or_id: str | os.PathLike[str]) -> Path | None:
         return None
     if is_folder:
         return folder
-    if is_there and folder.suffix.lower() == GGUF_SUFFIX:
-        raise CheckpointFormatError(f"{folder} {_GGUF_ADVICE}")
     if is_there:
-        raise CheckpointNotFoundError(f"{folder} is a file; pass the folder that holds it and its {CONFIG_FILE}")
-    return None
-
-
-def refuse_other_contents(folder: Path) -> None:
-    """Say so if all that lies in `folder` is a drafter in llama.cpp's format, or drafters lie in folders below it."""
-    if (folder / CONFIG_FILE).exists():
-        return
-    if any(folder.glob(f"*{GGUF_SUFFIX}")):
-        raise CheckpointFormatError(f"{folder} holds a GGUF file, which {_GGUF_ADVICE}")
-    if inner := sorted(path.parent for path in folder.glob(f"*/{CONFIG_FILE}")):
-        names = ", ".join(path.name for path in inner[:MOST_NAMED])
-        more = f" and {len(inner) - MOST_NAMED} more" if len(inner) > MOST_NAMED else ""
         raise CheckpointNotFoundError(
-            f"{folder} has no {CONFIG_FILE}, but its folders {names}{more} have; pass one of them: {inner[0]}"
+            f"{folder} is a file; pass a folder or Hub id with {CONFIG_FILE} and safetensors (a GGUF file cannot be read)"
         )
+    return None
 
 
 def can_be_hub_id(name: str) -> bool:
