@@ -70,14 +70,7 @@ class Checkpoint:
     @property
     def target(self) -> str:
         """The target that `metadata` names; empty where it names none."""
-        return named_target(self.metadata)
-
-
-def named_target(metadata: Mapping[str, Any]) -> str:
-    """The target's name, if there is one that can stand in a line."""
-    stored = metadata.get(TARGET_MODEL)
-    name = stored.get("name_or_path") if isinstance(stored, dict) else None
-    return name if isinstance(name, str) and name.isprintable() else ""
+        return str(self.metadata.get(TARGET_MODEL, {}).get("name_or_path", ""))
 
 
 @dataclass(frozen=True)
@@ -125,7 +118,7 @@ class CheckpointSummary:
     @property
     def target(self) -> str:
         """The name of the model it is for, empty where the files do not say."""
-        return named_target(self.metadata)
+        return str(self.metadata.get(TARGET_MODEL, {}).get("name_or_path", ""))
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as JSON-ready values, the configuration's beside the file's."""

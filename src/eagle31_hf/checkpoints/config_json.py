@@ -68,12 +68,13 @@ def read_config_fields(layout: Layout, config: Mapping[str, Any], num_layers: in
 
 
 def read_target(layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The target as a file names it, as metadata; empty if it does not."""
+    """The target as a file names it, as metadata; empty if it does not name one in a line."""
     target = get_path(config, layout.target_model) or get_path(config, TARGET_MODEL)
     if isinstance(target, str):
         target = {"name_or_path": target, "architectures": []}
-    named = isinstance(target, Mapping) and isinstance(target.get("name_or_path"), str) and target["name_or_path"]
-    return {TARGET_MODEL: dict(target)} if named else {}
+    name = get_path(target, "name_or_path")
+    is_name = isinstance(name, str) and name and name.isprintable()  # names are shown in terminals
+    return {TARGET_MODEL: dict(target)} if is_name else {}
 
 
 def _read_field(row: Field, config: Mapping[str, Any]) -> Any:
