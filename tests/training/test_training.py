@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from tiny_training import DRAFT_VOCABULARY, ROW, make_documents, make_drafter, make_target
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, TrainerCallback, TrainingArguments
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.errors import TrainingError
@@ -210,7 +210,7 @@ def test_another_drafters_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_drafter_is_saved_as_its_target_is_stored(
     told: str, stored: torch.dtype | None, saved: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "stored_dtype", lambda _: stored)
+    monkeypatch.setattr(setup.AutoConfig, "from_pretrained", lambda _: LlamaConfig(dtype=stored))
     settings = TrainingSettings("target", ("rows.jsonl",), Path("out"), dtype=told)
     assert setup.precision_of_result(settings, make_target()) is saved
 

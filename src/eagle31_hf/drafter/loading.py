@@ -96,18 +96,6 @@ def dtype_here(name: str, *, dtype: str, device_map: Any) -> torch.dtype | None:
     return precision
 
 
-def stored_dtype(name: str) -> torch.dtype | None:
-    """What a target's weights are stored in, as its configuration says; `None` if it does not.
-
-    Raises:
-        IncompatibleTargetError: it is a drafter or a GGUF file.
-        OSError, ValueError: there is no configuration.
-    """
-    refuse_drafter_as_target(name)
-    dtype: torch.dtype | None = AutoConfig.from_pretrained(name).get_text_config().dtype
-    return dtype
-
-
 def _precision(config: Any, dtype: str, device_map: Any, packed: bool) -> torch.dtype | str:
     """What a target is loaded in; packed weights and several devices decide for themselves."""
     if dtype not in ("auto", "stored"):

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints import read_checkpoint
 from ..drafter.drafter import Eagle31Drafter, MtpDrafter
 from ..drafter.loading import load_target as load_pretrained
-from ..drafter.loading import packing_config, stored_dtype
+from ..drafter.loading import packing_config
 from ..errors import TrainingError
 from ..memory.cards import best_kind
 from ..targets.fresh_drafter import trained_context
@@ -40,7 +40,7 @@ def load_target(settings: TrainingSettings) -> tuple[PreTrainedModel, PreTrained
 
 def precision_of_result(settings: TrainingSettings, target: PreTrainedModel) -> torch.dtype:
     """What the drafter is saved in: the type its target is stored in, which this machine may have loaded in another."""
-    stored = stored_dtype(settings.target) if settings.dtype == "auto" else None
+    stored = AutoConfig.from_pretrained(settings.target).get_text_config().dtype if settings.dtype == "auto" else None
     precision = stored or target.dtype
     return precision if precision.is_floating_point else torch.bfloat16
 
