@@ -298,34 +298,25 @@ def replace_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping
     that can be read, or the new one. Other files stay, except the shards of the checkpoint replaced.
 
     Raises:
-        CheckpointError: it cannot be written there (a full disk, no rights). Folders that were made for it are gone.
+        CheckpointError: it cannot be written there (a full disk, no rights).
     """
-    new: list[Path] = []
+    apart = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
-        new = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        _replace_files(folder, config, tensors)
+        with replacing(folder / CONFIG_FILE) as new_config, replacing(folder / WEIGHTS_FILE) as new_weights:
+            new_config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            save_file(apart, new_weights, metadata={"format": "pt"})  # which takes no tensors of one storage
+            new_weights.chmod(new_config.stat().st_mode)  # safetensors lets only the owner read what it writes
+            # Without its config a folder is no checkpoint: old weights never meet the new config, nor the reverse.
+            (folder / CONFIG_FILE).unlink(missing_ok=True)
+            for stale in folder.iterdir():
+                if stale.name == INDEX_FILE or _SHARD.fullmatch(stale.name):
+                    stale.unlink()
     except (OSError, SafetensorError) as error:
-        for path in new:
-            with suppress(OSError):
-                path.rmdir()
         raise CheckpointError(
             f"the checkpoint could not be written to {shown(str(folder))} ({error}); make room there or name another "
             "folder"
         ) from error
-
-
-def _replace_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    apart = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    with replacing(folder / CONFIG_FILE) as new_config, replacing(folder / WEIGHTS_FILE) as new_weights:
-        new_config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(apart, new_weights, metadata={"format": "pt"})  # which takes no tensors of one storage
-        new_weights.chmod(new_config.stat().st_mode)  # safetensors lets only the owner read what it writes
-        # Without its config a folder is no checkpoint: old weights never meet the new config, nor the reverse.
-        (folder / CONFIG_FILE).unlink(missing_ok=True)
-        for stale in folder.iterdir():
-            if stale.name == INDEX_FILE or _SHARD.fullmatch(stale.name):
-                stale.unlink()
 
 
 @contextmanager

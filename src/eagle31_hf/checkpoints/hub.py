@@ -61,7 +61,7 @@ def _local_folder(path_or_id: str | os.PathLike[str]) -> Path | None:
         return folder
     if is_there:
         raise CheckpointNotFoundError(
-            f"{folder} is a file; pass a folder or Hub id with {CONFIG_FILE} and safetensors (a GGUF file cannot be read)"
+            f"{folder} is a file; pass a folder with {CONFIG_FILE} and safetensors (a GGUF file cannot be read)"
         )
     return None
 

@@ -101,8 +101,8 @@ class HiddenStateTaps:
         states = [caught[index].to(device) for index in self._indices]
         if any(each.dim() != 3 for each in states):
             raise IncompatibleTargetError(
-                f"the target passes states of shape {tuple(states[0].shape)} from layer to layer; wanted one vector a token, "
-                "which is what drafters read: there are none for such targets"
+                f"the target passes states of shape {tuple(states[0].shape)} from layer to layer; wanted one vector a "
+                "token, which is what drafters read: there are none for such targets"
             )
         return torch.cat(states, dim=-1)
 
