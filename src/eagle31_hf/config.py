@@ -145,13 +145,7 @@ class Eagle31Config(LlamaConfig):
             self.hidden_act in ACT2FN,
             f"hidden_act is {shown(self.hidden_act)}; wanted one that transformers has: {', '.join(ACT2FN)}",
         )
-        rope = self.rope_parameters or {}
-        weight = rope.get("mscale_all_dim")
-        self._require(
-            weight is None or (isinstance(weight, int | float) and math.isfinite(weight)),
-            f"mscale_all_dim is {shown(weight)}; wanted a number",
-        )
-        rope_type = rope.get("rope_type", "default")
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         self._require(
             rope_type in ROPE_TYPES,
             f"rope_type is {shown(rope_type)}; wanted one that transformers has: {', '.join(ROPE_TYPES)}",
