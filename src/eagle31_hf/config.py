@@ -83,7 +83,6 @@ class Eagle31Config(LlamaConfig):
         if self.aux_layers is not None:
             self.aux_layers = list(self.aux_layers)
         if self.is_latent:
-            self._check_latent()
             self.head_dim = self.qk_rope_head_dim  # the width of rotary tables, as in DeepseekV3Config
         super().__post_init__(**kwargs)
         self._check_fields()
@@ -93,9 +92,11 @@ class Eagle31Config(LlamaConfig):
 
     def _check_fields(self) -> None:
         self._require(self.aux_norm in AUX_NORMS, f"aux_norm is {shown(self.aux_norm)}; wanted one of {AUX_NORMS}")
+        latent = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if self.is_latent else ()
+        window = () if self.sliding_window is None else ("sliding_window",)
         for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
                       "num_key_value_heads", "vocab_size", "draft_vocab_size", "target_hidden_size",
-                      "num_aux_hidden_states", "max_position_embeddings"):  # fmt: skip
+                      "num_aux_hidden_states", "max_position_embeddings", *latent, *window):  # fmt: skip
             value = getattr(self, field)
             is_whole = isinstance(value, int) and not isinstance(value, bool)
             self._require(is_whole and value >= 1, f"{field} is {shown(value)}; wanted a whole number, at least 1")
@@ -115,25 +116,12 @@ class Eagle31Config(LlamaConfig):
             "target's embedding nor its LM head can be shared: own_embedding and own_lm_head must be true, and the "
             "checkpoint must hold embed_tokens and lm_head",
         )
-        window = self.sliding_window
-        self._require(window is None or window >= 1, f"sliding_window is {window}; wanted at least 1, or none")
         if self.aux_layers is not None:
             self._require(
                 len(self.aux_layers) == self.num_aux_hidden_states
                 and all(type(layer) is int and layer >= 0 for layer in self.aux_layers),
                 f"aux_layers={self.aux_layers}; wanted {self.num_aux_hidden_states} whole numbers, none negative",
             )
-
-    def _check_latent(self) -> None:
-        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        wrong = {name: getattr(self, name) for name in sizes if not (getattr(self, name) or 0) >= 1}
-        if self.q_lora_rank is not None and self.q_lora_rank < 1:
-            wrong["q_lora_rank"] = self.q_lora_rank
-        self._require(not wrong, f"latent attention (kv_lora_rank) with {shown(wrong)}; wanted at least 1 of each")
-        self._require(
-            not self.attention_bias and not self.qk_norm,
-            "latent attention (kv_lora_rank) with attention_bias or qk_norm; no published drafter has them",
-        )
 
     def _check_bounds(self) -> None:
         for field, most in LARGEST_SIZES.items():
