@@ -58,10 +58,6 @@ def graft_head(base: str | Path, folder: Path) -> list[str]:
 
 
 def _require_room_for_it(head: StoredHead, family: MtpFamily, folder: Path) -> None:
-    if not (folder / CONFIG_FILE).is_file():
-        raise CheckpointFormatError(f"{folder} has no {CONFIG_FILE}; pass the folder of a model")
-    if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
-        raise CheckpointFormatError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; save the model as these")
     if find_head(folder) is not None:
         raise CheckpointFormatError(f"{folder} holds an MTP head already; nothing was changed")
     if (folder / HEAD_SHARD).exists():
