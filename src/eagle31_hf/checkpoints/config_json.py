@@ -49,7 +49,6 @@ def read_config_fields(layout: Layout, config: Mapping[str, Any], num_layers: in
         CheckpointFormatError: a required entry is missing, two contradict, or one states another network.
     """
     _check_layers(layout, config)
-    _check_layer_ids(config)
     fields = {row.name: _read_field(row, config) for row in layout.fields}
     missing = [row.stored for row in layout.fields if fields[row.name] is REQUIRED]
     if missing:
@@ -103,15 +102,6 @@ def _check_layers(layout: Layout, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_layer_ids(config: Mapping[str, Any]) -> None:
-    for path in LAYER_ID_PLACES:  # also where this layout has none: engines look there
-        ids = get_path(config, path)
-        if ids and not (isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)):
-            raise CheckpointFormatError(
-                f"config.json: {path} is {shown(ids)}; wanted a list of layer ids, none negative"
-            )
-
-
 def _read_window(layout: Layout, config: Mapping[str, Any], num_layers: int) -> int | None:
     """Positions the drafter's layers see back; `None`: all of them.
 
@@ -157,6 +147,12 @@ def _own_layer_types(layout: Layout, config: Mapping[str, Any], num_layers: int)
 
 def read_layer_ids(layout: Layout, config: Mapping[str, Any]) -> tuple[list[int] | None, dict[str, list[int]]]:
     """The ids of the target's layers as `hs` indices, and as they are stored, by dotted path."""
+    for path in LAYER_ID_PLACES:  # also where this layout has none: engines look there
+        ids = get_path(config, path)
+        if ids and not (isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)):
+            raise CheckpointFormatError(
+                f"config.json: {path} is {shown(ids)}; wanted a list of layer ids, none negative"
+            )
     places = dict((*layout.layer_ids, *OTHER_LAYER_IDS))
     stored: dict[str, list[int]] = {path: ids for path in places if (ids := get_path(config, path))}
     meanings = {path: to_hs_indices(ids, places[path]) for path, ids in stored.items()}
