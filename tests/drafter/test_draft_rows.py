@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,10 @@ def large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_rows, "SMALLEST_CUT", 512)
 
 
-def test_a_large_vocabulary_is_cut_and_nothing_is_copied(tmp_path, large_vocabulary, caplog):
+def test_a_large_vocabulary_is_cut_and_nothing_is_copied(tmp_path, large_vocabulary):
     tokenizer_file(tmp_path)
     target = target_with_head("qwen3_5_text", tmp_path, vocab_size=1024)
-    with caplog.at_level(logging.INFO):
-        drafter = Eagle31Drafter.from_pretrained(tmp_path, target=target)
-    assert "first 256 of 1024 tokens" in caplog.text
+    drafter = Eagle31Drafter.from_pretrained(tmp_path, target=target)
     assert drafter.config.draft_vocab_size == 256
     (rows,) = drafter.head_weights
     assert rows.shape == (256, 64)

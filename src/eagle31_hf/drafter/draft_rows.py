@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,8 +23,6 @@ from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-logger = logging.getLogger(__name__)
 
 SHARE_OF_ROWS = 4
 """Of a vocabulary that costs more than the rest of a draft step, one row in so many is kept."""
@@ -88,13 +85,6 @@ def with_draft_rows(checkpoint: Checkpoint, size: int | None = None) -> Checkpoi
         if not _costs_most(checkpoint) or tokenizer_file is None or not follows_merges(Path(tokenizer_file)):
             return checkpoint
         size = min(vocabulary, ROW_BLOCK * math.ceil(vocabulary / SHARE_OF_ROWS / ROW_BLOCK))
-        logger.info(
-            "eagle31: the MTP head drafts from the first %d of %d tokens, those that its tokenizer merged first; "
-            "draft_vocab_size=%d drafts from all of them",
-            size,
-            vocabulary,
-            vocabulary,
-        )
     if size == vocabulary:
         return checkpoint
     return with_rows(checkpoint, torch.arange(size))
