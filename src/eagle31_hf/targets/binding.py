@@ -297,23 +297,15 @@ class Verification:
 def _decoder_only(target: Any) -> PreTrainedModel:
     base = getattr(target, "get_base_model", None)  # PEFT
     model = base() if callable(base) else target
-    if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # its class is slow to import
-        raise IncompatibleTargetError(
-            "the target was wrapped by torch.compile, but generate runs the model inside the wrapper; attach to that "
-            "one (model._orig_mod, or the model before torch.compile), and to compile generation run `eagle31 warmup`"
-        )
     if not isinstance(model, PreTrainedModel):
         raise IncompatibleTargetError(
-            f"the target is a {type(target).__name__}; wanted a transformers model, e.g. from "
-            "AutoModelForCausalLM.from_pretrained(...)"
+            f"the target is a {type(target).__name__}; wanted a transformers model, e.g. from AutoModelForCausalLM."
+            "from_pretrained(...), or model._orig_mod of one that torch.compile wrapped (graphs: `eagle31 warmup`)"
         )
-    name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise IncompatibleTargetError(
-            f"{name} is an encoder-decoder model; EAGLE drafts for decoder-only models (Llama, Qwen, Mistral, ...)"
+            f"{type(model).__name__} is an encoder-decoder model; EAGLE drafts for decoder-only ones (Llama, Qwen, ...)"
         )
-    if not model.can_generate():
-        raise IncompatibleTargetError(f"{name} cannot generate text; load the target with AutoModelForCausalLM")
     return model
 
 
