@@ -112,16 +112,11 @@ def _why_not_found(name: str, revision: str | None, error: Exception) -> str:
     local = f"or pass a local folder that holds config.json and the weights{folder_meant(name)}"
     if isinstance(error, hub.GatedRepoError):
         return f"{shown(name)} is gated: accept its terms on its Hub page and pass token=…, {local}"
-    if isinstance(error, hub.RepositoryNotFoundError | hub.RevisionNotFoundError | hub.HFValidationError):
-        at = f" (revision {revision!r})" if revision else ""
-        return (
-            f"{shown(name)} is neither a local folder nor a Hub id ('owner/name') that this account can see{at}; check "
-            f"the spelling, {local}"
-        )
+    at = f" (revision {revision!r})" if revision else ""
     return (
-        f"{shown(name)} is no local folder, is not (completely) in the local cache, and the Hub could not be asked "
-        f"(offline, HF_HUB_OFFLINE, local_files_only or no network: {type(error).__name__}); connect once to download "
-        f"it, {local}"
+        f"{shown(name)} is neither a local folder nor a Hub id ('owner/name') that could be read{at}: "
+        f"{type(error).__name__}; check the spelling and the network (offline, by HF_HUB_OFFLINE or local_files_only, "
+        f"there is only what was downloaded before), {local}"
     )
 
 
