@@ -14,6 +14,7 @@ from eagle31_hf.drafter import session as drafter_session
 from eagle31_hf.drafter.session import WINDOWED_READ, DraftSession
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.loop.pair_caches import PairCaches
+from eagle31_hf.targets.devices import warn_once
 from helpers import (
     assert_same_text,
     configured,
@@ -129,7 +130,7 @@ def test_a_window_bounds_the_bytes_from_2k_to_32k_tokens() -> None:
 def test_nobody_is_warned_before_the_trained_length_is_passed_and_once_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drafter_session._warn_of_length.cache_clear()
+    warn_once.cache_clear()
     inputs = left_padded(prompts_for("llama", 1, seed=5))
     eagle, kwargs = drafter_of("llama"), {"do_sample": False, "pad_token_id": 0}
     monkeypatch.setattr(eagle.config, "max_position_embeddings", inputs["input_ids"].shape[1] + 20)

@@ -7,8 +7,6 @@ token before the root (the last token, whose hidden state the target has not com
 
 from __future__ import annotations
 
-import functools
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -19,9 +17,8 @@ from torch import Tensor
 from ..cache.spans import LayerKind, LayerKinds
 from ..cache.speculative import SpeculativeCache
 from ..drafting.host_numbers import on_device
+from ..targets.devices import warn_once
 from .drafter import Eagle31Drafter
-
-logger = logging.getLogger(__name__)
 
 
 class DraftState(NamedTuple):
@@ -68,7 +65,8 @@ class DraftSession:
         unread = MOST_UNREAD if batch_size == 1 else MOST_UNREAD_OF_SEVERAL
         self._unread = UnreadPositions(min(unread, self.cache.block))  # arguments of `absorb` that were put off
         self._depths: list[int] = []  # of the draft's positions that were stepped over
-        self._trained_length = drafter.config.max_position_embeddings
+        window, trained = attention_window(drafter), drafter.config.max_position_embeddings
+        self._trained_length = trained if window is None or window > trained else sys.maxsize  # longest it was made for
 
     @property
     def has_root(self) -> bool:
@@ -142,8 +140,12 @@ class DraftSession:
             self._rotary = (cos[:, counts[0] :], sin[:, counts[0] :]) if len(counts) == 1 else None
         self._root = self._merged(state, counts)
         if self.cache.placement.longest > self._trained_length:
-            _warn_of_length(self.drafter.name_or_path, self._trained_length, attention_window(self.drafter))
-            self._trained_length = sys.maxsize  # said
+            trained, self._trained_length = self._trained_length, sys.maxsize  # said
+            warn_once(
+                f"the text has passed the {trained} tokens that the drafter was made for: it stays the target's, but "
+                f"fewer drafts may be accepted; eagle.generation_config.draft_window = {trained} lets it see no "
+                "further back, and bounds its cache"
+            )
 
     def read(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
         """One pass over `absorb`'s positions, not yet committed; the state after each row's last."""
@@ -287,20 +289,6 @@ def attention_window(drafter: Eagle31Drafter) -> int | None:
     """Positions that each layer sees back, its own included, as it was trained and as its user wishes; `None`: all."""
     windows = (drafter.config.sliding_window, drafter.generation_config.draft_window)
     return min((window for window in windows if window is not None), default=None)
-
-
-@functools.cache
-def _warn_of_length(drafter: str, trained: int, window: int | None) -> None:
-    """Say, once of each drafter and window, that a text has become longer than it was made for."""
-    advice = "" if window is not None and window <= trained else (
-        f"; eagle.generation_config.draft_window = {trained} lets it see no further back, and bounds its cache"
-    )  # fmt: skip
-    logger.warning(
-        "eagle31: the text has passed the %d tokens that the drafter was made for: it stays the target's, but fewer "
-        "drafts may be accepted%s",
-        trained,
-        advice,
-    )
 
 
 ROTARY_DEPTHS = 16

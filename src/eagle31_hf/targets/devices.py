@@ -67,7 +67,7 @@ def precision_caution(model: Any) -> str:
 
 @lru_cache
 def warn_once(caution: str) -> None:
-    """Say what `precision_caution` has found, if anything."""
+    """Log a caution, if there is one."""
     if caution:
         logger.warning("eagle31: %s", caution)
 
