@@ -65,7 +65,7 @@ def read_text(target: Any, ids: Tensor, prompt_length: int, indices: Sequence[in
         target: a `TargetBinding`, for its model and decoder layers.
     """
     wanted = sorted(set(indices))
-    taps = HiddenStateTaps(target.model, target.decoder, target.layers, wanted)
+    taps = HiddenStateTaps(target.decoder, target.layers, wanted)
     try:
         with taps.open():
             target.model(input_ids=ids[None].to(target.input_device), logits_to_keep=1, use_cache=False)

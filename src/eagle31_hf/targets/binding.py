@@ -99,7 +99,7 @@ class TargetBinding:
         self.cache_argument = cache_argument(self.model)
         self.has_states = require_mixers(self.model)
         self.mixers = Mixers(self.model) if self.has_states else None
-        self.taps = HiddenStateTaps(self.model, self.decoder, self.layers, self.aux_layers)
+        self.taps = HiddenStateTaps(self.decoder, self.layers, self.aux_layers)
         undo = ExitStack()
         undo.callback(self.taps.close)
         if self.mixers is not None:
@@ -201,7 +201,7 @@ class TargetBinding:
             position_ids = position_ids.clamp(max=self.most_positions - 1)
         verifies = logits_to_keep is None and self.one_token_arithmetic
         apart = self.one_token_arithmetic.active() if verifies else nullcontext()
-        with self.taps.turns(), apart:
+        with apart:
             output: Any = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,

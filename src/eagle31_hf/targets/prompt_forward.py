@@ -60,9 +60,8 @@ class PromptForward:
         prepared = model.prepare_inputs_for_generation(
             self.input_ids, is_first_iteration=True, **{**self.model_inputs, CACHE_ARGUMENT: cache}
         )
-        with binding.taps.turns():
-            logits = model(**{**prepared, "logits_to_keep": 1}, return_dict=True).logits[:, -1]
-            aux = binding.take_aux() if binding.taps.are_open else None
+        logits = model(**{**prepared, "logits_to_keep": 1}, return_dict=True).logits[:, -1]
+        aux = binding.take_aux() if binding.taps.are_open else None
         return PromptOutput(logits, aux, cache, self._offsets(prepared.get("position_ids")))
 
     def _offsets(self, positions: Tensor | None) -> Tensor | None:

@@ -1,15 +1,14 @@
 """Hidden states of a target, caught on their way into the layers a drafter reads.
 
 A server's threads share one target. What is caught belongs to the thread whose forward it was: another thread's, with
-a drafter or without, is none of its business. Compiled code cannot ask which thread it runs in; what a graph catches
-lies in one place, so threads that run a model compiled by its user take turns (`turns`).
+a drafter or without, is none of its business.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,19 +21,15 @@ class HiddenStateTaps:
     """Forward hooks on decoder layers.
 
     Args:
-        model: the target.
-        decoder: the part of it that reads text; its output is normed.
+        decoder: the part of a target that reads text; its output is normed.
         layers: the decoder's layers.
         indices: `hs` indices: `k` is the input of layer `k`, the number of layers the output of the last, and one more
             the output of the decoder, behind its final norm.
     """
 
-    def __init__(self, model: nn.Module, decoder: nn.Module, layers: nn.ModuleList, indices: Sequence[int]):
-        self._model, self._indices = model, tuple(indices)
+    def __init__(self, decoder: nn.Module, layers: nn.ModuleList, indices: Sequence[int]):
+        self._indices = tuple(indices)
         self._caught: dict[int, dict[int, Tensor]] = {}  # by thread, then by index
-        self._caught_in_graphs: dict[int, Tensor] = {}
-        self._catches = False  # whether any thread does; what graphs are guarded by
-        self._turns = threading.RLock()
         self._handles = [self._tap(decoder, layers, index) for index in sorted(set(indices))]
 
     def _tap(self, decoder: nn.Module, layers: nn.ModuleList, index: int) -> Any:
@@ -45,23 +40,20 @@ class HiddenStateTaps:
         return (layers[-1] if index == len(layers) else decoder).register_forward_hook(after)
 
     def _catch(self, index: int, states: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            if self._catches:
-                self._caught_in_graphs[index] = states
-        elif (caught := self._caught.get(threading.get_ident())) is not None:
+        if (caught := self._caught.get(threading.get_ident())) is not None:
             caught[index] = states
 
     @property
     def are_open(self) -> bool:
         """Whether this thread's forwards are being watched."""
-        return self._catches if torch.compiler.is_compiling() else threading.get_ident() in self._caught
+        return threading.get_ident() in self._caught
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """While open, this thread's forwards leave their hidden states to `take`."""
         thread = threading.get_ident()
         outer = self._caught.get(thread)
-        self._caught[thread], self._catches = {}, True
+        self._caught[thread] = {}
         try:
             yield
         finally:
@@ -69,16 +61,6 @@ class HiddenStateTaps:
                 del self._caught[thread]
             else:
                 self._caught[thread] = outer
-            self._catches = bool(self._caught)
-            if not self._catches:
-                self._caught_in_graphs.clear()
-
-    def turns(self) -> AbstractContextManager[Any]:
-        """To be held from a forward to its `take`, where hooks may run inside a graph."""
-        if torch.compiler.is_compiling():
-            return nullcontext()
-        is_compiled = getattr(self._model, "_compiled_call_impl", None) is not None or "forward" in vars(self._model)
-        return self._turns if is_compiled else nullcontext()
 
     def take(self, device: torch.device) -> Tensor:
         """What the thread's last forward left, `(B, T, A*Ht)` on `device`, lowest index first. Handed over once.
@@ -87,11 +69,8 @@ class HiddenStateTaps:
             IncompatibleTargetError: the hooks did not run (the model was compiled before they were there), or several
                 streams pass between the layers (Gemma 3n).
         """
-        caught = dict(self._caught_in_graphs)
-        if not torch.compiler.is_compiling():
-            caught |= self._caught[threading.get_ident()]
-            self._caught[threading.get_ident()].clear()
-        self._caught_in_graphs.clear()
+        thread = threading.get_ident()
+        caught, self._caught[thread] = self._caught[thread], {}
         missing = [index for index in self._indices if index not in caught]
         if missing:
             raise IncompatibleTargetError(
@@ -111,7 +90,6 @@ class HiddenStateTaps:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._caught_in_graphs.clear()
 
 
 class _Tap:
