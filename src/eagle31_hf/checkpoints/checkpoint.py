@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,6 @@ class CheckpointSummary:
     stored: StoredTensors
     names: dict[str, str]
     aux_layers_as_stored: dict[str, list[int]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
     unpack: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
 
@@ -128,7 +127,6 @@ class CheckpointSummary:
             **self.config.to_dict(),
             **{fact: getattr(self, fact) for fact in of_file},
             "tensors": {name: list(shape) for name, shape in self.tensors.items()},
-            "notes": list(self.notes),
         }
 
 
@@ -252,17 +250,8 @@ def _read_headers(folder: Path, source: str) -> CheckpointSummary:
         stored,
         names,
         read_layer_ids(layout, raw_config)[1],
-        tuple(_notes(config, raw_config)),
         read_target(layout, raw_config),
     )
-
-
-def _notes(config: Eagle31Config, raw_config: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader of the file would not expect."""
-    if config.sliding_window is not None:
-        yield f"sliding window: the drafter sees {config.sliding_window} tokens back, as config.json says"
-    if raw_config.get("quantization_config"):
-        yield "config.json has a quantization_config, the weights are floats: it is the target's, and not read"
 
 
 def _check_sections(raw_config: Mapping[str, Any]) -> None:

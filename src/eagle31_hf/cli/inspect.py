@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from rich.text import Text
-
 from ..checkpoints import CheckpointSummary, inspect_checkpoint
 from ..config import Eagle31Config, MtpConfig
 from ..errors import count
@@ -29,7 +27,7 @@ def inspect(
     write_json(json_path, summary.to_dict())
 
 
-def _facts(summary: CheckpointSummary) -> list[tuple[str, str | Text]]:
+def _facts(summary: CheckpointSummary) -> list[tuple[str, str]]:
     c = summary.config
     layers = count(c.num_hidden_layers, "layer") + (f" of {c.family}" if isinstance(c, MtpConfig) else "")
     heads = f"{c.num_attention_heads} heads ({c.num_key_value_heads} key/value) of {c.head_dim}"
@@ -46,7 +44,6 @@ def _facts(summary: CheckpointSummary) -> list[tuple[str, str | Text]]:
         ("target", f"hidden {c.target_hidden_size}, vocabulary {c.vocab_size:,}"),
         ("draft vocabulary", f"{rows:,} of {c.vocab_size:,}" if rows < c.vocab_size else "the target's"),
         *(_states_of_head(c) if isinstance(c, MtpConfig) else _states(c, summary.aux_layers_as_stored)),
-        *(("note", Text(note, style="yellow")) for note in summary.notes),
     ]
 
 
@@ -58,6 +55,7 @@ def _states(c: Eagle31Config, stored: Mapping[str, list[int]]) -> list[tuple[str
     if c.aux_layers:
         read = f"{', '.join(map(str, c.aux_layers))} of the target's layers" + (f", stored as {ids}" if ids else "")
     return [
+        ("window", f"{c.sliding_window} tokens" if c.sliding_window else "none: it sees the whole text"),
         ("aux states", f"{c.num_aux_hidden_states}, {norms[c.aux_norm]}"),
         ("read after", read),
         ("feedback", "post-norm (norm_output)" if c.norm_output else "pre-norm"),
