@@ -401,7 +401,7 @@ BASES = {
 TABLES = [detect_layout(config, tensors) for config, tensors in BASES.values()]
 KEYS = sorted(
     {key for config, _ in BASES.values() for key in config}
-    | {path for table in TABLES for row in table.fields for path in row.paths}
+    | {path for table in TABLES for row in table.fields for path in (row.stored, *row.also)}
     | {table.layer_config + key for table in TABLES for key in ("rope_theta", "rope_scaling", "rope_parameters")}
     | {"eagle_config", f"eagle_config.{IDS}", "transformer_layer_config.model_type", "quantization_config", "auto_map",
        "sliding_window", "layer_types", "dtype", "torch_dtype", "tie_word_embeddings"}

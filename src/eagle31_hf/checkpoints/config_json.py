@@ -78,7 +78,8 @@ def read_target(layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_field(row: Field, config: Mapping[str, Any]) -> Any:
     """What is stated in the first of its places; the others may repeat it."""
-    stated = {path: value for path in row.paths if (value := get_path(config, path)) is not None}
+    places = (row.stored, *row.also)
+    stated = {path: value for path in places if (value := get_path(config, path)) is not None}
     value = next(iter(stated.values()), row.default)
     repeated = f"eagle_config.{row.name}"
     if row.name not in _OF_ANOTHER and (again := get_path(config, repeated)) is not None:
@@ -88,7 +89,7 @@ def _read_field(row: Field, config: Mapping[str, Any]) -> Any:
         listed = ", ".join(f"{path} {shown(value)}" for path, value in stated.items())
         raise CheckpointFormatError(
             f"config.json contradicts itself: {listed}"
-            + ("" if set(stated) & set(row.paths) else f", where {row.stored} is read and missing")
+            + ("" if set(stated) & set(places) else f", where {row.stored} is read and missing")
             + "; keep the one the drafter was trained with"
         )
     return value

@@ -45,10 +45,6 @@ class Field:
     also: tuple[str, ...] = ()  # other spellings, read but never written
     fact: str = ""  # of `_FACTS`: written where the layout can express it
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return (self.stored, *self.also)
-
 
 @dataclass(frozen=True)
 class Layout:
