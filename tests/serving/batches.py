@@ -10,7 +10,8 @@ import torch
 from eagle31_hf.serving.batch import Batch, EngineSettings
 from eagle31_hf.serving.rows import ServedText
 from eagle31_hf.serving.text import Request, Sampling
-from helpers import demo_tokenizer, seeded
+from families import recurrent_target
+from helpers import CONFIGS, demo_tokenizer, random_drafter, seeded, target_of
 
 PIECE = 8
 GREEDY = Sampling(temperature=0)
@@ -18,6 +19,12 @@ GREEDY = Sampling(temperature=0)
 
 def batch_of(drafter: Any, rows: int = 3, *, context: int = 96, chunk: int = 16) -> Batch:
     return Batch(drafter, demo_tokenizer(), EngineSettings(max_rows=rows, context=context, prefill_chunk=chunk))
+
+
+def drafter_on(family: str, **overrides: Any) -> Any:
+    """An untrained drafter on the target of a family."""
+    target = target_of(family) if family in CONFIGS else recurrent_target(family)
+    return random_drafter(target, aux_layers=[1, 2, 3], **overrides)
 
 
 def text_of(prompt: Sequence[int], new_tokens: int, sampling: Sampling = GREEDY) -> ServedText:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import GREEDY, assert_plain, batch_of, plain, read_in_pieces, text_of
+from batches import GREEDY, assert_plain, batch_of, drafter_on, plain, read_in_pieces, text_of
 from transformers import AutoTokenizer
 
 from eagle31_hf.cache import graph_sizes
@@ -21,7 +21,6 @@ from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.round import Round
 from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.text import Sampling
-from families import recurrent_target
 from helpers import (
     CONFIGS,
     RoundWrapper,
@@ -30,7 +29,6 @@ from helpers import (
     random_drafter,
     random_prompts,
     random_target,
-    target_of,
 )
 from recorder import Recorder
 
@@ -50,9 +48,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return made
 
 
-def drafter_on(family: str, **overrides: Any) -> Eagle31Drafter:
-    target = target_of(family) if family in CONFIGS else recurrent_target(family)
-    made = random_drafter(target, aux_layers=[1, 2, 3], **overrides)
+def three_drafts(family: str, **overrides: Any) -> Eagle31Drafter:
+    made = drafter_on(family, **overrides)
     made.generation_config.num_assistant_tokens = 3
     return made
 
@@ -71,7 +68,7 @@ def kinds(batch: Batch) -> set[str]:
 def test_figures_say_why_nothing_is_captured() -> None:
     with configured(drafter_of("llama"), cache_type="int8") as drafter:
         assert batch_of(drafter, ROWS).stats.fallbacks == ["steps are not captured over a cache in 8 bits"]
-    assert batch_of(drafter_on("llama", sliding_window=8), ROWS).rounds.graphs is None
+    assert batch_of(three_drafts("llama", sliding_window=8), ROWS).rounds.graphs is None
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -79,7 +76,7 @@ def test_figures_say_why_nothing_is_captured() -> None:
 def test_texts_are_plains_and_what_was_recorded_serves_the_next(
     family: str, sampling: Sampling, recorder: Recorder
 ) -> None:
-    batch = batch_of(drafter_on(family), ROWS)
+    batch = batch_of(three_drafts(family), ROWS)
     assert batch.cache.has_windows is (family != "llama")
     assert_plain(batch, asked(sampling))
     recorded, replayed = recorder.recorded, recorder.replayed
@@ -144,7 +141,7 @@ def test_a_row_whose_scores_are_no_numbers_ends_alone(sampling: Sampling) -> Non
 
 def test_more_rows_than_pay_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixed_cache, "MOST_POOLED_ROWS", 1)
-    batch = batch_of(drafter_on("llama"), ROWS)
+    batch = batch_of(three_drafts("llama"), ROWS)
     assert_plain(batch, asked())
     assert batch.rounds.graphs is not None
     assert {key.rows for key in batch.rounds.graphs.keys} == {1}
@@ -171,7 +168,7 @@ class OracleRound(RoundWrapper):
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1"])
 def test_targets_that_keep_states_are_captured(family: str, recorder: Recorder) -> None:
     """Rows come and go, each keeps its own number of drafts, and each number of rows has graphs of its own."""
-    batch = batch_of(drafter_on(family), ROWS)
+    batch = batch_of(three_drafts(family), ROWS)
     wanted = {tuple(each[0]): plain(batch.binding.model, *each) for each in asked()}
     batch.rounds = OracleRound(batch.rounds, batch, wanted)
     assert_plain(batch, asked())

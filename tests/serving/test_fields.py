@@ -1,4 +1,5 @@
-"""Fields of requests: what is read reaches the text, what is not is named, what would change the text is refused."""
+"""Fields of requests: what is read reaches the text, what is not is named, what is wrong or would change the text is
+refused in OpenAI's shape, and the server goes on."""
 
 from __future__ import annotations
 
@@ -64,6 +65,8 @@ def test_a_limit_of_minus_one_is_none(served, texts_of):
     assert {text.longest for text in texts} == {served.engine.settings.context}
 
 
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
 WRONG = {
     "messages": "hi", "n": 1.5, "stop": [5], "seed": "one", "max_tokens": [], "max_completion_tokens": "many",
     "temperature": "hot", "top_p": {}, "top_k": 2.5, "min_p": "none", "presence_penalty": [], "typical_p": 7,
@@ -74,7 +77,6 @@ WRONG = {
     "response_format": "json", "chat_template_kwargs": [], "reasoning_effort": 5, "model": 5, "stream": "yes",
     "stream_options": 5, "tool_choice": "perhaps", "top_logprobs": "x", "parallel_tool_calls": "x",
 }  # fmt: skip
-
 
 OF_COMPLETIONS = {"prompt": {"text": "x"}, "logprobs": "two", "echo": "yes", "add_special_tokens": 1, "max_tokens": -2}
 
@@ -93,6 +95,111 @@ def test_a_wrong_type_is_named(served, path, body, name, value):
     told = HTTP.post(f"{served.url}/v1/{path}", json={"model": MODEL, **body, **HABITS, name: value})
     assert (told.status_code, re.split(r"[.[]", told.json()["error"]["param"])[0]) == (400, name), told.text
     assert name in told.json()["error"]["message"]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+BANANA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "banana"}}}
+TOO_LONG = "this model's maximum context length is 512 tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "says"),
+    [
+        ({"model": "other"}, "model_not_found", "'demo' is"),
+        ({"messages": None}, "missing_required_parameter", "messages is missing"),
+        ({"messages": []}, "array_below_min_length", "messages: got []; wanted at least 1 of them"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "invalid_value", "wizard"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "invalid_value", "text"),
+        ({"temperature": 3}, "decimal_above_max_value", "temperature: got 3; wanted at most 2.0"),
+        ({"temperature": 1e-6}, "decimal_below_min_value", "wanted 0 (greedy) or at least"),
+        ({"temperature": "0.5"}, "invalid_type", 'temperature: got "0.5"; wanted a number'),
+        ({"max_tokens": True}, "invalid_type", "max_tokens: got true; wanted a number"),
+        ({"n": 1000}, "integer_above_max_value", "n:"),
+        ({"max_tokens": 7, "max_completion_tokens": 8}, "invalid_parameter_combination",
+         "got max_tokens 7 and max_completion_tokens 8; pass one"),
+        ({"max_tokens": 0}, "integer_below_min_value", "max_tokens: got 0; wanted at least 1, or -1 for no limit"),
+        ({"top_logprobs": 2}, None, "logprobs"),
+        ({"stop": ["a"] * 99}, "array_above_max_length", "wanted at most 16 of them"),
+        ({"stop": ""}, "string_below_min_length", 'stop: got ""; wanted some text'),
+        ({"stop": [""]}, "string_below_min_length", 'stop[0]: got ""; wanted some text'),
+        ({"stop": 5}, "invalid_type", "stop: got 5; wanted a string or an array"),
+        ({"tool_choice": "perhaps", "tools": [TOOL]}, "invalid_value",
+         'wanted "none", "auto" or "required" or an object'),
+        ({"tool_choice": "required"}, None, "without tools"),
+        ({"tools": [TOOL]}, None, "template has no place for tools"),
+        ({"logit_bias": {"99999999": 1}}, None, "logit_bias"),
+        ({"min_tokens": 9, "max_tokens": 5}, None, "min_tokens is 9, and 5"),
+        ({"stop_token_ids": [10**6]}, None, "stop_token_ids: a token id is 1000000"),
+        ({"messages": [{"role": "user", "content": "many words " * 400}]}, "context_length_exceeded", TOO_LONG),
+        ({"max_tokens": 5000}, "context_length_exceeded", TOO_LONG),
+        ({"prompt": "A shop", "max_tokens": 0}, None, "max_tokens is 0 without echo"),
+        ({"prompt": ""}, None, "prompt is empty"),
+        ({"guided_json": {"type": "object"}}, "unsupported_parameter",
+         "guided_json was removed in 0.2.0: pass structured_outputs with json"),
+        ({"bad_words": ["rain"]}, "unsupported_parameter",
+         "bad_words was removed in 0.2.0: forbid tokens by a logit_bias"),
+        ({"response_format": {"type": "yaml"}}, "invalid_value", "response_format"),
+        ({"response_format": {"type": "json_schema"}}, None, "response_format.json_schema"),
+        ({"response_format": BANANA}, "invalid_schema", "banana"),
+        ({"structured_outputs": {"json": {"type": "object"}, "regex": "a"}}, None,
+         "json and structured_outputs.regex"),
+        ({"structured_outputs": {"json": "{"}}, "invalid_value", 'structured_outputs.json: got "{"; EOF'),
+        ({"structured_outputs": {"regex": "("}}, "invalid_schema",
+         "regex: this regular expression cannot be followed"),
+        ({"structured_outputs": {"grammar": "start: missing"}}, "invalid_schema",
+         "grammar: this grammar cannot be followed"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "invalid_schema",
+         "GBNF was removed in 0.2.0: write the grammar in Lark's"),
+        ({"structured_outputs": {"choice": []}}, "array_below_min_length",
+         "choice: got []; wanted at least 1 of them"),
+        ({"num_beams": 4}, "unsupported_parameter",
+         "num_beams would change the text and is not served; texts are drawn or greedy"),
+        ({"structured_outputs": {"jsn": {}}}, "unsupported_parameter",
+         "structured_outputs.jsn: got {}; wanted a field that is served"),
+        ({"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, None,
+         "follow one of them"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_told_what_is_wrong_and_the_server_goes_on(served, client, fields, code, says):
+    """By OpenAI's name for it."""
+    if set(fields) & {"response_format", "structured_outputs"}:
+        pytest.importorskip("llguidance")
+    path = "completions" if "prompt" in fields else "chat/completions"
+    asks = {} if "prompt" in fields else {"messages": MESSAGES}
+    told = HTTP.post(f"{served.url}/v1/{path}", json={"model": MODEL, **asks, **fields})
+    error = told.json()["error"]
+    assert (told.status_code, error["code"]) == (404 if code == "model_not_found" else 400, code)
+    message = error["message"]
+    assert says in message, message
+    assert not re.search("Input should|Value error|validation", message), "words of pydantic"
+    assert not re.search(r"\b(True|None|str|list|dict)\b", message), "words of Python"
+    assert chat(client, max_tokens=2).choices[0].message.content
+
+
+JSON = "application/json"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status", "code", "says"),
+    [
+        *((body, JSON, 400, "invalid_json", "the body is no JSON: ") for body in (
+            b"{", b"[" * 100_000, b"\xff", b'{"prompt": "x \\ud83d y"}', b'{"tools": [{"\\ud83d": 1}]}',
+            b'{"messages": [{"role": "user", "content": "x\\udf36"}]}', b'{"\\ud83d": 1}',
+        )),
+        *((body, JSON, 400, "invalid_json", f"JSON of type {name}; wanted an object") for body, name in (
+            (b"[]", "array"), (b'"x"', "string"), (b"true", "boolean"), (b"1", "integer"),
+        )),
+        (b"{}", "text/plain", 415, "unsupported_media_type", ""),
+        (b"{}", JSON, 400, "missing_required_parameter", ""),
+        (b" " * (9 * 2**20), JSON, 413, "body_too_large", ""),
+    ],
+)  # fmt: skip
+def test_bodies_that_are_no_request_get_an_error_in_openais_shape(served, body, kind, status, code, says):
+    told = HTTP.post(f"{served.url}/v1/chat/completions", content=body, headers={"content-type": kind}, timeout=30)
+    error = told.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (told.status_code, error["code"]) == (status, code)
+    assert says in error["message"]
 
 
 # --- what is not read -------------------------------------------------------------------------------------------------

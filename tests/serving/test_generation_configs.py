@@ -19,7 +19,7 @@ from eagle31_hf.serving.batch import EngineSettings
 from eagle31_hf.serving.bodies import ChatBody, CompletionBody, parse
 from eagle31_hf.serving.engine import Engine
 from eagle31_hf.serving.rows import unfollowed
-from helpers import demo_tokenizer, random_drafter, random_target, seeded
+from helpers import GROUPED, demo_tokenizer, random_drafter, random_target, seeded
 
 NEW_TOKENS = 12
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -52,10 +52,7 @@ FIELDS = st.fixed_dictionaries(
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 12}
-    target = random_target(
-        LlamaConfig(**sizes, vocab_size=8192, num_key_value_heads=2, num_hidden_layers=4, initializer_range=0.2)
-    )
+    target = random_target(LlamaConfig(**{**GROUPED, "vocab_size": 8192}))
     made = Engine(random_drafter(target), demo_tokenizer(), EngineSettings(max_rows=2, context=128, prefill_chunk=16))
     yield made
     made.close(0)

@@ -115,7 +115,7 @@ def check_stream(body: dict[str, Any], text: str) -> None:
     assert end == "data: [DONE]"
     pieces = [ChatCompletionChunk.model_validate_json(event.removeprefix("data: "), strict=True) for event in events]
     finishes = [choice.finish_reason for piece in pieces for choice in piece.choices if choice.finish_reason]
-    assert len(finishes) == 1
+    assert len(finishes) == len({piece.id for piece in pieces}) == 1
     asks_usage = (body.get("stream_options") or {}).get("include_usage")
     assert [piece.usage is not None for piece in pieces] == [False] * (len(pieces) - 1) + [bool(asks_usage)]
     if body.get("tool_choice") == "required":

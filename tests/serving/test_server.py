@@ -1,26 +1,36 @@
-"""The server asked by the real `openai` client over loopback: texts, streams, choices, figures."""
+"""The server asked by the real `openai` client over loopback: texts, streams, choices, figures, who may ask, and what
+the one who runs it sees."""
 
 from __future__ import annotations
 
+import logging
+import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from test_server_interrupted import wait_until
 
+import eagle31_hf.serving
 from eagle31_hf.demo import CONVERSATIONS
+from eagle31_hf.serving.app import logger
 from eagle31_hf.texts.chats import encode_chat
-from loopback import HTTP, MESSAGES, MODEL, QUESTION, SIZES, chat
+from loopback import HTTP, MESSAGES, MODEL, QUESTION, SIZES, chat, error_of, serving
 
 # --- the same text ----------------------------------------------------------------------------------------------------
 
 
 def test_a_chat_is_what_generate_writes(client, pair):
     answer = chat(client)
-    assert answer.choices[0].message.content == pair.answer(QUESTION)
+    usage, text = answer.usage, answer.choices[0].message.content
+    assert text == pair.answer(QUESTION)
     assert [chat(client, **limit).choices[0].finish_reason for limit in ({}, {"max_tokens": 3})] == ["stop", "length"]
-    usage = answer.usage
+    assert usage.completion_tokens == len(pair.tokenizer(text, add_special_tokens=False)["input_ids"]) + 1
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
@@ -30,15 +40,6 @@ def test_a_crowd_gets_the_same_texts_as_each_would_alone(client, pair):
     with ThreadPoolExecutor(len(order)) as crowd:
         answers = list(crowd.map(lambda i: chat(client, list(CONVERSATIONS[i]), max_tokens=48), order))
     assert [answer.choices[0].message.content for answer in answers] == [wanted[i] for i in order]
-
-
-def test_a_stream_adds_up_to_the_text_and_tells_usage_when_asked(client, pair):
-    chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == pair.answer(QUESTION)
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
-    assert chunks[-1].usage.completion_tokens == len(pair.tokenizer(text, add_special_tokens=False)["input_ids"]) + 1
-    assert len({chunk.id for chunk in chunks}) == 1
 
 
 def test_completions_go_on_with_text_and_with_token_ids(client, pair):
@@ -118,3 +119,127 @@ def test_models_and_health(served, client):
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     assert HTTP.get(f"{served.url}/health").json()["model"] == MODEL
+
+
+# --- who may ask ------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_paths_and_methods_get_the_same_shape(served):
+    for path, status, says in (
+        ("nothing", 404, "Not Found; served are /v1/chat/completions"),
+        ("chat/completions", 405, "Method Not Allowed"),
+    ):
+        told = HTTP.get(f"{served.url}/v1/{path}")
+        assert told.status_code == status
+        assert says in told.json()["error"]["message"]
+
+
+def test_a_key_is_asked_for(pair):
+    with serving(pair, api_key="sesame") as locked:
+        assert locked.client("sesame").models.list().data[0].id == MODEL
+        for key in ("wrong", "sesam"):
+            told = HTTP.get(f"{locked.url}/v1/models", headers={"authorization": f"Bearer {key}"})
+            assert told.status_code == 401
+            assert told.json()["error"]["code"] == "invalid_api_key"
+        assert HTTP.get(f"{locked.url}/v1/models").status_code == 401
+        assert HTTP.get(f"{locked.url}/health").json()["status"] == "ok"
+
+
+def test_browsers_let_the_pages_ask_that_were_named_and_no_others(pair, served):
+    named, other = "http://localhost:3000", "http://localhost:3001"
+    asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    with serving(pair, allow_origins=(named,), api_key="sesame") as made:
+        path = f"{made.url}/v1/chat/completions"
+        told = HTTP.options(path, headers={"origin": named, **asking})
+        assert (told.status_code, told.headers["access-control-allow-origin"]) == (200, named)
+        refused = HTTP.post(path, json={}, headers={"origin": named})
+        assert "X-Ignored-Fields" in refused.headers["access-control-expose-headers"]
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, named), "errors are told"
+        assert "access-control-allow-origin" not in HTTP.options(path, headers={"origin": other, **asking}).headers
+    told = HTTP.get(f"{served.url}/v1/models", headers={"origin": named})
+    assert "access-control-allow-origin" not in told.headers, "without a name no page may ask"
+
+
+# --- what is written down: a line for each request --------------------------------------------------------------------
+
+SECRET = "hunter2"
+
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level(logging.INFO, logger.name)
+    return lambda: [record.getMessage() for record in caplog.records if record.name == logger.name]
+
+
+def test_each_request_is_one_line_and_never_what_was_said(client, lines):
+    messages = [{"role": "user", "content": f"My password is {SECRET}. {QUESTION}"}]
+    chat(client, messages)
+    list(chat(client, messages, stream=True, max_tokens=4))
+    client.completions.create(model=MODEL, prompt=SECRET, max_tokens=3, n=2)
+    error_of(client, 400, messages=messages, temperature=SECRET)
+    error_of(client, 400, messages=[{"role": SECRET, "content": SECRET}])
+    error_of(client, 404, messages=messages, model="other")
+    wait_until(lambda: len(lines()) == 6)
+    told = lines()
+    assert re.search(
+        r"POST /v1/chat/completions stop: \d+ prompt tokens \(\d+ held already\), \d+ written in \d+\.\d\d s "
+        r"\(\d+\.\d/s\), \d\.\d\d a pass$",
+        told[0],
+    )
+    assert "length: " in told[1]
+    assert "POST /v1/completions length: " in told[2]
+    assert ", 6 written" in told[2]
+    assert told[3].endswith("POST /v1/chat/completions 400 invalid_type at 'temperature'")
+    assert "400 invalid_value at 'messages[0].role'" in told[4]
+    assert "404 model_not_found at 'model'" in told[5]
+    assert SECRET not in "\n".join(told)
+
+
+def test_a_client_that_goes_away_frees_its_row_and_is_one_line_too(served, client, lines):
+    requests = served.engine.scheduler.requests
+    cancelled = requests["cancelled"]
+    stream = chat(client, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: requests["cancelled"] == cancelled + 1)
+    with pytest.raises(openai.APITimeoutError):
+        chat(client.with_options(timeout=0.3), extra_body={"ignore_eos": True}, n=4)
+    wait_until(lambda: len(lines()) == 2 and not served.engine.scheduler.texts)
+    assert all("cancelled: " in line for line in lines())
+
+
+def test_a_line_holds_no_line_ends_of_a_clients(served, lines):
+    HTTP.get(f"{served.url}/x%0Ay")
+    HTTP.post(f"{served.url}/v1/completions", json={"a\nb": 1, "model": MODEL, "prompt": "x"})
+    assert [line.count("\n") for line in lines()] == [0, 0, 0]
+
+
+# --- the files that a request passes ----------------------------------------------------------------------------------
+
+FOLDER = Path(eagle31_hf.serving.__file__).parent
+PAGE = Path(__file__).parents[2] / "docs" / "developing" / "architecture.md"
+
+
+def test_a_chat_request_passes_few_files(pair):
+    """Those that docs/developing/architecture.md lists, and no other of the server's."""
+    entered: set[str] = set()
+    watches = False
+
+    def note(frame: Any, event: str, _argument: Any) -> None:
+        path = frame.f_code.co_filename
+        if watches and event == "call" and path.startswith(str(FOLDER)) and frame.f_code.co_name != "<module>":
+            entered.add(Path(path).name)
+
+    threading.setprofile(note)
+    try:
+        with serving(pair) as made:
+            client = made.client()
+            chat(client, max_tokens=4)  # what is made once for all requests
+            watches = True
+            chat(client, max_tokens=4)
+            watches = False
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+    walk = PAGE.read_text().partition("A chat request, from")[2].partition("A training row")[0]
+    assert entered == set(re.findall(r"^\| `serving/(\w+\.py)` \|", walk, re.MULTILINE))
+    assert len(entered) <= 9
