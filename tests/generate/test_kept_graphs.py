@@ -35,6 +35,7 @@ from kept_pairs import (
 from torch.nn import functional
 
 from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.drafting.draft_tree import DraftTree
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generate.warm_up import prompt_lengths, warm_up
 from eagle31_hf.graphs import graphs
@@ -44,7 +45,9 @@ from eagle31_hf.graphs.ahead.compiler_processes import CompilerProcesses
 from eagle31_hf.graphs.seen import ModelState
 from eagle31_hf.graphs.steps import GraphKey
 from eagle31_hf.loop.pair import Pair
+from eagle31_hf.loop.round import Round
 from eagle31_hf.measure.bench import BenchSettings, has_graphs
+from eagle31_hf.targets.binding import TargetOutput
 from helpers import assert_same_text, configured
 
 pytestmark = pytest.mark.usefixtures("no_compiler")
@@ -369,6 +372,24 @@ def test_without_a_compiler_or_room_nothing_is_kept(
         warm_up(pair, tokens=100, **GREEDY)
     assert [path for path in kept_files("") if path.is_file()] == []
     assert_plain(forgotten(pair))
+
+
+def test_graphs_are_checked_on_text_and_not_on_chains_of_one_token(
+    pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which move the logits of a model in half precision by more than a right graph may be off."""
+    verify, read = Round.verify, list[list[int]]()
+
+    def noting(round: Round, tree: DraftTree) -> TargetOutput:
+        read.append(tree.tokens[0, 1:].tolist())
+        return verify(round, tree)
+
+    monkeypatch.setattr(Round, "verify", noting)
+    monkeypatch.setattr(CompilerProcesses, "compile", lambda *_: done(RuntimeError("none")))
+    with pytest.raises(ConfigurationError):
+        warm_up(pair, tokens=100, **GREEDY)
+    vocabulary = pair.config.vocab_size
+    assert sum(drafts == [7 * (8 + n) % vocabulary for n in range(len(drafts))] for drafts in read if drafts) >= 2
 
 
 def test_what_cannot_be_loaded_is_compiled_once(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,10 @@ def warm_up(
 
     def meet_graphs(graphs: Graphs) -> None:
         for length in prompt_lengths(tokens):
-            ids = (torch.arange(length)[None] * 7 % binding.text_config.vocab_size).to(binding.input_device)
-            policy = EachKindOfRound(drafter, shape)
+            # Drafts as unlikely as a chain of one special token move half precision by more than graphs may be off.
+            ids = torch.arange(length + shape.nodes - 1) * 7 % binding.text_config.vocab_size
+            policy = EachKindOfRound(drafter, shape, tuple(ids[length:].tolist()))
+            ids = ids[None, :length].to(binding.input_device)
             request = DecodingRequest(
                 sequences=Sequences(ids, [0], StopRules(max_length=length + NEW_TOKENS), None),
                 processing=processing,
@@ -89,10 +91,10 @@ def prompt_lengths(tokens: int) -> list[int]:
 
 
 class EachKindOfRound:
-    """A policy of a few rounds which draft nothing, what the drafter drafts, and what was there already, in turn."""
+    """A policy of a few rounds which draft nothing, what the drafter drafts, and `given` tokens, in turn."""
 
-    def __init__(self, drafter: Assistant, shape: DraftShape):
-        looked_up = DraftPlan(DraftShape(shape.nodes - 1), tokens=((0,) * (shape.nodes - 1),)) if shape.depth else REST
+    def __init__(self, drafter: Assistant, shape: DraftShape, given: tuple[int, ...]):
+        looked_up = DraftPlan(DraftShape(len(given)), tokens=(given,)) if shape.depth else REST
         drafted = DraftPlan(shape) if isinstance(drafter, Eagle31Drafter) else looked_up
         self.plans = REST, looked_up, drafted, drafted, looked_up, drafted, REST, drafted
         self._rounds = 0

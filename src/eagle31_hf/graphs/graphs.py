@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,6 +27,10 @@ MOST_SAMPLING_SETTINGS = 24
 
 MOST_STATES = 2
 """States of a target whose graphs are kept: with an adapter and without it."""
+
+MOST_DISAGREEMENTS = 2
+"""Of graphs of one key with eager code. A right one may disagree where half precision is coarse: behind special tokens
+that are drafted in vain, say."""
 
 PACKED_BYTES = 2**30
 """Weights of target and drafter up to which graphs for a CPU read packed ones: a copy that all graphs share."""
@@ -53,7 +58,7 @@ class Graphs:
         self.weights = SeenWeights(weights, by_content=self.may_pack)
         self.state, self._steps = state, dict[GraphKey, Step]()
         self._of_states = [(self.state, self._steps)]  # the last one used comes last
-        self.maker, self.kept = GraphMaker(), KeptBuffers()
+        self.maker, self.kept, self._disagreed = GraphMaker(), KeptBuffers(), Counter[GraphKey]()
         self.packed: Any = None
         self._reasons: list[str] = []
         devices = set(getattr(drafter.binding.model, "hf_device_map", {}).values())
@@ -128,6 +133,10 @@ class Graphs:
             made = self.maker.make(key, step, filled, outputs)
             _require_agreement(_numbers_in(made(*filled)), _numbers_in(outputs))
             self._steps[key] = made
+        except ArithmeticError as failure:
+            self._disagreed[key] += 1
+            if self._disagreed[key] == MOST_DISAGREEMENTS:
+                self.give_up(failure, "a graph computes something else than the model")
         except Exception as failure:  # whatever a compiler stumbles over, the text must go on
             self.give_up(failure, self.maker.failure)
         return outputs

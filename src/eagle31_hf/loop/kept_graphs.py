@@ -206,7 +206,5 @@ def compile_ahead(
         maker = kept.CompilesAhead(packages, processes, on_compile)
         maker.until_compiled(graphs.made_by(maker), meet)
     if graphs.disabled_reason:
-        raise ConfigurationError(
-            f"{graphs.disabled_reason}; a C++ compiler is needed (g++), and room in the cache folder"
-        )
+        raise ConfigurationError(graphs.disabled_reason)
     return maker.made

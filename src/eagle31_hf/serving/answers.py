@@ -350,8 +350,7 @@ class _ChatChoice:
         self, index: int, tokenizer: PreTrainedTokenizerBase, form: AnswerForm, body: ChatBody, text: Request
     ):  # fmt: skip
         self._index, self._body, self._call_id = index, body, form.call_id
-        is_forced = bool(body.forced)
-        self._parser = AnswerParser(tokenizer, form, text.prompt, body.offered, is_forced=is_forced)
+        self._parser = AnswerParser(tokenizer, form, text.prompt, body.offered, is_forced=bool(body.forced))
         self._tokens = IncrementalDecoder(tokenizer, prompt=text.prompt, skip_special_tokens=False)
         self._calls_before, self._calls = sum(len(message.tool_calls or ()) for message in body.messages), 0
         self.opening = self._piece({"role": "assistant", "content": ""})
@@ -422,8 +421,7 @@ class _CompletionChoice:
     def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, text: Request):
         self._index, self._tokenizer, self._prompt = index, tokenizer, text.prompt
         self._tokens = IncrementalDecoder(tokenizer, prompt=text.prompt, skip_special_tokens=False)
-        self._echoed = ""
-        self._tells_logprobs, self.opening = body.logprobs is not None, Fields()
+        self._echoed, self._tells_logprobs, self.opening = "", body.logprobs is not None, Fields()
         if body.echo:
             prompt = body.prompts[index // body.n]
             decoded = tokenizer.decode(list(text.prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False)

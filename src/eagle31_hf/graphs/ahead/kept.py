@@ -142,7 +142,7 @@ class CompilesAhead(GraphMaker):
     on_compile: Callable[[GraphKey], None]
     made: list[GraphKey] = field(default_factory=list)
     begun: dict[GraphKey, Callable[[], None]] = field(default_factory=dict)
-    failure = "compiling failed"
+    failure = "compiling failed (it takes a C++ compiler, g++, and room in the cache folder)"
 
     def can_make(self, key: GraphKey) -> bool:
         return True
