@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from eagle31_hf.memory.dry_run import Forward, StorageCounter, dry_run_of
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import PREFILL, VERIFY
 from eagle31_hf.memory.weights import SCHEMES
+from eagle31_hf.targets.mixers import Mixers
 from helpers import configured, drafter_of, target_of
 
 BF16 = torch.bfloat16
@@ -41,7 +44,18 @@ OTHERS: dict[str, PreTrainedConfig] = {
                                     qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, vocab_size=151552,
                                     **COMMON),
 }  # fmt: skip
-NUM_LAYERS = {"Gemma 3 27B": 7, "Mixtral 8x7B": 2}  # of the others four
+FEW_LAYERS: dict[str, dict[str, Any]] = {
+    "Gemma 3 27B": {"num_hidden_layers": 7},
+    "Mixtral 8x7B": {"num_hidden_layers": 2},
+    "Qwen3.5 9B": {
+        "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "vocab_size": 1000,
+    },
+    "Nemotron 3 Nano 30B-A3B": {
+        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        "vocab_size": 1000,
+    },
+}  # fmt: skip
+"""Of the others four."""
 EAGER = {
     "eager": LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=2, num_attention_heads=16,
                          num_key_value_heads=4, vocab_size=32000, attn_implementation="eager"),
@@ -82,6 +96,9 @@ RUNS = [
     ("Llama 3.1 8B", Run(8192, 1024, 60, 3, "int8", 12)),
     ("Gemma 3 27B", Run(16384, 512, 60, 1, "int8", 12)),
     *(("Llama 3.1 8B", Run(8192, 1024, 7, cache_type=kind, slab=1024)) for kind in ("full", "int8")),
+    # Most is what the reference kernels of states take for a token.
+    ("Qwen3.5 9B", Run(2048, 1024, 1)),
+    ("Nemotron 3 Nano 30B-A3B", Run(2048, 1024, 1)),
 ]
 
 
@@ -106,8 +123,9 @@ def trace_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
         # One token less in every row but the first: rows of unlike length have a mask each.
         cache.commit([tokens - (row > 0 and cache.lengths[row] == 0) for row in range(run.batch)])
 
-    with FakeTensorMode():
-        model = AutoModelForCausalLM.from_config(config, dtype=BF16)
+    with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as after:
+        model = AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
+        after.callback(Mixers(model).let_go)
         with torch.no_grad(), StorageCounter() as counter, attending_grouped(model):
             cache = SpeculativeCache.from_config(config, **sizes)
             before = run.prompt - run.chunk
@@ -115,7 +133,7 @@ def trace_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
                 forward(1, 1)  # allocates every layer's cache; the rest is bookkeeping, unless it grows
             while cache.lengths[0] < before:
                 tokens = min(run.chunk, before - cache.lengths[0])
-                forward(tokens, 1) if run.slab else cache.place(tokens)
+                forward(tokens, 1) if run.slab or cache.has_states else cache.place(tokens)
                 commit(tokens)
             counter.restart_peak()
             forward(run.chunk, 1)
@@ -133,8 +151,8 @@ def predicted_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
     prefill = forwards.count(Forward(run.chunk, run.prompt, **sizes))
     verify = forwards.count(Forward(run.nodes, run.capacity, verifies=True, **sizes))
     return {
-        PREFILL: verify.cache + prefill.activations,
-        VERIFY: verify.cache + verify.activations,
+        PREFILL: verify.cache + 2 * prefill.states + prefill.activations,
+        VERIFY: verify.cache + 2 * verify.states + verify.activations,
     }
 
 
@@ -142,8 +160,9 @@ def predicted_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
 @pytest.mark.thorough(every=3)
 def test_target_peaks_match_a_trace(name: str, run: Run) -> None:
     known = OTHERS.get(name) or known_targets()[name]
+    few = {"num_hidden_layers": run.num_layers} if run.num_layers else FEW_LAYERS.get(name, {"num_hidden_layers": 4})
     fields = {key: value for key, value in known.to_dict().items() if key != "layer_types"}
-    config = type(known)(**{**fields, "num_hidden_layers": run.num_layers or NUM_LAYERS.get(name, 4)})
+    config = type(known)(**{**fields, **few})
     predicted = predicted_target(config, run)
     for moment, peak in trace_target(config, run).items():
         assert predicted[moment] == pytest.approx(peak, rel=0.02), moment
