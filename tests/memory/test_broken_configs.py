@@ -16,6 +16,8 @@ SOUND = {
 }  # fmt: skip
 BROKEN: dict[str, dict | str] = {
     "no heads": {"model_type": "llama", "num_attention_heads": 0},
+    "less than no layers": SOUND | {"num_hidden_layers": -1},
+    "no hidden size": SOUND | {"hidden_size": 0},
     "a size of 1e30": {"model_type": "llama", "hidden_size": -5, "vocab_size": 1e30},
     "no key and value heads": SOUND | {"num_key_value_heads": 0},
     "heads of no width": SOUND | {"head_dim": 0},

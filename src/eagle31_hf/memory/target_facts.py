@@ -18,7 +18,6 @@ from .dry_run import DryRun, dry_run_of
 from .known_targets import close_names, find_known_target
 from .weights import DTYPES, SCHEMES, Quantization, WeightBytes, count_weights, scheme, storage_bytes
 
-_REQUIRED_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 WEIGHT_FILES = (".safetensors", ".bin")  # the first kind that is there is loaded
 
@@ -104,7 +103,9 @@ def _bytes_of_files(target: Any, config: PreTrainedConfig) -> int:
 
 
 def _facts(name: str, config: PreTrainedConfig, packing: Quantization) -> TargetFacts:
-    _require_fields(config)
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers < 1:
+        raise MemoryPlanError(f"the {config.model_type!r} config has num_hidden_layers={layers}; wanted at least 1")
     forward = dry_run_of(config, packing)
     return TargetFacts(name, packing, count_weights(forward.model, packing), forward)
 
@@ -139,15 +140,6 @@ def load_config(target: Any) -> PreTrainedConfig:
         ) from error
     refuse_drafter_as_target(target, config.architectures)
     return config
-
-
-def _require_fields(config: PreTrainedConfig) -> None:
-    text = config.get_text_config(decoder=True)
-    sizes = {field: getattr(text, field, None) for field in _REQUIRED_FIELDS}
-    if wrong := {field: size for field, size in sizes.items() if not isinstance(size, int) or size < 1}:
-        raise MemoryPlanError(
-            f"the {config.model_type!r} config has {wrong}; wanted a whole number of each, at least 1"
-        )
 
 
 def _packing(config: PreTrainedConfig, quantization: Any) -> Quantization:
