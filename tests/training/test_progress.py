@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tiny_training import run_of, training
 from transformers import TrainerState
 
 from eagle31_hf.errors import TrainingError
@@ -36,6 +37,13 @@ def test_what_is_kept_is_counted(out: Path, tmp_path: Path) -> None:
     (out / "training_report.json").write_text(json.dumps({"plan": {"steps": 30}}))
     assert describe_kept(out).endswith("stage1 up to step 1,500, a drafter of 30 steps")
     assert describe_kept(tmp_path / "none") == ""
+
+
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(out: Path, target, tokenizer) -> None:
+    """Which does not say what its steps were done with."""
+    run = run_of(training("x.jsonl", out, resume=True), target, tokenizer)
+    assert run.checkpoint == out / "stage1" / "checkpoint-1500"
+    assert run.recipe["changed"] == []
 
 
 def test_a_drafter_of_no_use_is_called_so(tmp_path: Path) -> None:

@@ -134,17 +134,6 @@ def test_texts_to_measure_on_are_greedy_ones_and_those_that_are_served(
     assert "without what looks at the text (of RepetitionPenaltyLogitsProcessor" in log.getvalue()
 
 
-def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(tmp_path: Path, target, tokenizer) -> None:
-    """Which does not say what its steps were done with."""
-    checkpoint = tmp_path / "stage1" / "checkpoint-5"
-    checkpoint.mkdir(parents=True)
-    for name in ("model.safetensors", "config.json", "trainer_state.json"):
-        (checkpoint / name).write_text("{}")
-    run = run_of(training("x.jsonl", tmp_path, resume=True), target, tokenizer)
-    assert run.checkpoint == checkpoint
-    assert run.recipe["changed"] == []
-
-
 def joint_run(rows: str, out: str, batch_rows: int) -> None:
     train_drafter(training(
         rows, Path(out), batch_rows=batch_rows, max_new_tokens=6, max_length=32, epochs=1.0, eval_steps=9,

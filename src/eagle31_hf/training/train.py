@@ -112,6 +112,7 @@ class Run:
         # Who has written its share waits for the slowest: hours, where a large target writes long answers.
         self.processes = PartialState(cpu=target.device.type == "cpu", timeout=timedelta(days=1))
         self.rank = self.processes.process_index
+        self.rows_per_step = self.settings.batch_rows * self.settings.accumulate * self.processes.num_processes
         self.recipe = self._recipe()
 
     def execute(self) -> TrainingReport:
@@ -126,7 +127,7 @@ class Run:
             set_vocabulary(drafter, self.target, build_vocabulary(counts, settings.draft_vocab_size))
         dataset = PackedDocuments(documents, settings.max_length, seed=settings.seed)
         if steps is None:
-            steps = max(1, math.floor(settings.epochs * len(dataset) / self._rows_per_step))
+            steps = max(1, math.floor(settings.epochs * len(dataset) / self.rows_per_step))
             if earlier := self._finished(steps):
                 return earlier
         if settings.stage == "2":
@@ -275,14 +276,10 @@ class Run:
             "tokens": tokens,
             "supervised_tokens": learned,
             "coverage": covered,
-            "tokens_per_step": tokens / len(dataset) * self._rows_per_step,
+            "tokens_per_step": tokens / len(dataset) * self.rows_per_step,
             "steps": steps,
             "prompts": prompts,
         }
-
-    @property
-    def _rows_per_step(self) -> int:
-        return self.settings.batch_rows * self.settings.accumulate * self.processes.num_processes
 
     # --- training ------------------------------------------------------------------------------------------------
 
