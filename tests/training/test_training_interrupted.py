@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,13 +32,10 @@ STEPS = 6
 def words_for(out: Path, *options: str) -> list[str]:
     """What `eagle31` is told."""
     out.parent.mkdir(exist_ok=True)
-    told: dict[str, Any] = {
-        "prompts": write_rows(out.parent), "out": out, "regenerate": "none", "max-length": 48,
-        "draft-vocab-size": 256, "batch-rows": 2,
-        "max-steps": STEPS, "eval-steps": 1, "device": "cpu", "dtype": "float32",
-    }  # fmt: skip
-    words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
-    return ["train", str(target_path()), *words, *options]
+    places = ["--prompts", str(write_rows(out.parent)), "--out", str(out)]
+    tiny = "--regenerate none --max-length 48 --draft-vocab-size 256 --batch-rows 2 --device cpu --dtype float32"
+    steps = f"--max-steps {STEPS} --eval-steps 1"
+    return ["train", str(target_path()), *places, *tiny.split(), *steps.split(), *options]
 
 
 def wait_for(path: Path, process: BaseProcess, log: Path) -> None:
