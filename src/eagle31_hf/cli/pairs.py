@@ -117,11 +117,6 @@ class PairSource:
             self.target, self.drafter = names[0], names[1] if len(names) == 2 else self.drafter
 
     @property
-    def torch_dtype(self) -> str:
-        """The name transformers knows; `"auto"` for what is quick here, `"stored"` for what it is stored in."""
-        return SHORT_NAMES.get(self.dtype, self.dtype)
-
-    @property
     def has_drafter(self) -> bool:
         """Whether one is asked for; a folder that is called none is `./none`."""
         return self.drafter != NONE
@@ -195,7 +190,7 @@ def load_pair(
     install()
     with waiting_for("loading the models"):
         target, tokenizer = load_target(
-            source.target_name, dtype=source.torch_dtype, device_map=placed, quantization_config=_packing(source)
+            source.target_name, dtype=source.dtype, device_map=placed, quantization_config=_packing(source)
         )
         if source.adapter is not None:
             _load_adapter(target, source.adapter)
@@ -254,14 +249,14 @@ def _load_assistant(source: PairSource, target: PreTrainedModel, plan: MemoryPla
 def make_plan(source: PairSource, drafting: DraftOptions, *, batch: int) -> MemoryPlan | None:
     """The memory plan that was asked for, made from configurations alone."""
     planned = " and ".join(f"--{name}" for name in ("card", "context") if getattr(source, name))
-    if source.memory not in (None, "auto"):
-        raise ConfigurationError(f"got --memory {source.memory}; {removal('--memory FILE')}")
-    if source.memory is None:
-        if planned:
-            raise ConfigurationError(
-                f"got {planned} without a plan, which is what it is for: pass --memory auto, or leave it out"
-            )
+    if source.memory is None and not planned:
         return None
+    if source.memory is None:
+        raise ConfigurationError(
+            f"got {planned} without a plan, which is what it is for: pass --memory auto, or leave it out"
+        )
+    if source.memory != "auto":
+        raise ConfigurationError(f"got --memory {source.memory}; {removal('--memory FILE')}")
     return plan_memory(
         source.target_name,
         quantization=_planned_weights(source),
@@ -286,8 +281,8 @@ def _planned_weights(source: PairSource) -> str | None:
     if source.quantization is not None:
         return source.quantization
     if source.dtype not in ("auto", "stored"):
-        return source.torch_dtype
-    dtype = dtype_here(source.target_name, dtype=source.torch_dtype, device_map=_placement(source))
+        return source.dtype
+    dtype = dtype_here(source.target_name, dtype=source.dtype, device_map=_placement(source))
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
@@ -313,7 +308,8 @@ def _packing(source: PairSource) -> Any:
     if source.quantization is None:
         return None
     bitsandbytes()  # says how to install it
-    return packing_config(source.quantization, None if source.dtype in ("auto", "stored") else source.torch_dtype)
+    dtype = None if source.dtype in ("auto", "stored") else SHORT_NAMES.get(source.dtype, source.dtype)
+    return packing_config(source.quantization, dtype)
 
 
 def _load_adapter(target: PreTrainedModel, adapter: str) -> None:
