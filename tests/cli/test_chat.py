@@ -30,7 +30,7 @@ def test_a_conversation_with_commands():
     ).stdout  # fmt: skip
     assert "degrees Fahrenheit" in " ".join(out.split())
     assert f"you › {QUESTION}\n  ‹ " in out, "a file's questions stand beside the answers"
-    for told in ("read 17 of 17", "acceptance length", "taken back: What is", "nothing has been said yet",
+    for told in ("read 17 of 17", "tokens a pass", "taken back: What is", "nothing has been said yet",
                  "got /wrong", "got temperature 'warm'", "temperature 0.7", "Be brief.",
                  "chat /save was removed in 0.2.0", "chat /plan was removed in 0.2.0", "/temperature"):  # fmt: skip
         assert told in " ".join(out.split()), told
@@ -54,7 +54,7 @@ def test_kept_graphs_are_loaded_before_the_first_answer(monkeypatch, are_kept):
 def test_a_plan_is_shown_before_anything_is_loaded_and_kept_to(drafter):
     told = chat(QUESTION, arguments=["--memory", "auto", "--context", "256", "--no-colour", *drafter])
     out = " ".join(told.stdout.split())
-    assert "acceptance length" in out
+    assert "tokens a pass" in out
     assert out.count("context 256 tokens") == 1
     assert out.index("context 256 tokens") < out.index("lists commands")
     assert "read 17 of 17" in out
@@ -66,7 +66,7 @@ def test_a_template_that_wants_more_than_one_message_is_strict_and_not_broken(tm
     template = ["--chat-template", str(tmp_path / "strict.jinja"), "--max-new-tokens", "4"]
     told = chat("Hi.", arguments=[*template, "--system", "Be brief."])
     assert "takes no chat of one message, but says 'say who I am'" in " ".join(told.stderr.split())
-    assert "4 tokens (length)" in told.stdout
+    assert "4 tokens, cut off (--max-new-tokens)" in told.stdout
 
 
 @pytest.mark.parametrize("shows", [True, False])

@@ -40,7 +40,7 @@ def run(*arguments: str, code: str, given: bytes = b"", **environment: str) -> t
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("chat",), b"acceptance length"),
+        (("chat",), b"tokens a pass"),
         (("generate", "--prompt", "I need a table", "--max-new-tokens", "8"), b"tokens"),
     ],
 )
@@ -57,6 +57,6 @@ ENCODED = "from eagle31_hf.cli import main; main()"
 def test_a_chat_goes_on_in_any_encoding(encoding):
     given = b"I need a table for two.\n\xff\xff\x98\xa0\nThank you.\n/system \xa9\xe9\n/help\n/quit\n"
     out, err = run("chat", code=ENCODED, given=given, PYTHONIOENCODING=encoding)
-    assert b"acceptance length" in out
+    assert b"tokens a pass" in out
     assert b"Traceback" not in err
     assert encoding != "utf-8" or b"is no character" in out, "a line that is no text gets one line"

@@ -119,7 +119,7 @@ def test_steps_are_counted_with_their_figures_and_a_measurement_has_a_line() -> 
     progress = LiveProgress(counting)
     progress.on_log(None, state, None, {"loss": 2.0, "accuracy": [0.5, 0.45, 0.4]})
     progress.on_step_end(None, state, None)
-    assert counting.tasks[0].fields["note"] == "1 of 8, loss 2.00, accuracy 0.50 to 0.40"
+    assert counting.tasks[0].fields["note"] == "1 of 8, loss 2.00, 1st draft right 50%, last 40%"
     measured = {"eval_acceptance_length": 1.5, "eval_acceptance_at": [0.4, 0.1]}
     progress.on_log(None, state, None, measured | {"eval_served_lengths": {0.0: 1.5, 0.6: 1.25}})
     line = "step 3: acceptance length 1.500, by position 0.40 0.10; by temperature 1.500 at 0, 1.250 at 0.6\n"

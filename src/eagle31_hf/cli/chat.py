@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -90,7 +91,8 @@ class Chat:
         if removed := removal(f"chat {name}"):
             raise ConfigurationError(removed)
         if len(found) != 1:
-            raise ConfigurationError(f"got {name}; wanted one of {', '.join(found or CHAT_COMMANDS)}")
+            near = found or difflib.get_close_matches(name, CHAT_COMMANDS, n=1) or CHAT_COMMANDS
+            raise ConfigurationError(f"got {name}; wanted {'' if len(near) == 1 else 'one of '}{', '.join(near)}")
         CHAT_COMMANDS[found[0]](self, rest.strip())
 
     # --- answers -----------------------------------------------------------------------------------------------------
@@ -191,18 +193,22 @@ class _AnswerView:
             self._folded = 0
 
 
+ENDS = {"stop": "", "length": ", cut off (--max-new-tokens)"}
+"""Why an answer ended."""
+
+
 def answer_line(answer: Answer) -> Text:
     """What an answer took, in a line."""
     stats = answer.stats
     parts = [
-        f"{stats.new_tokens} tokens" + ("" if answer.finish == "stop" else f" ({answer.finish})"),
+        f"{stats.new_tokens} tokens" + ENDS.get(answer.finish, f" ({answer.finish})"),
         f"{answer.tok_per_s:.0f} tokens/s",
         f"first after {answer.first_token_s * 1e3:.0f} ms",
     ]
     if stats.loop == "plain":
         parts.append(f"plain decoding: {stats.reason}")
     else:
-        parts.append(f"acceptance length {stats.acceptance_length:.2f}")
+        parts.append(f"{stats.acceptance_length:.2f} tokens a pass")
         parts.append(f"read {stats.prefilled_tokens} of {answer.prompt_tokens}")
     return Text(" · ".join(parts), style="dim")
 

@@ -25,7 +25,7 @@ from ..texts.decoder import IncrementalDecoder, RoundStreamer
 from ..texts.prompts import Prompt, embedded_prompts
 from .options import ACCEPTED_STYLE, JSON, MORE, StreamedText, command, legend, make_console, option, write_json
 from .pairs import DraftOptions, LoadedPair, PairSource, load_pair
-from .progress import progress_bar, waiting_for
+from .progress import counting_graphs, progress_bar, waiting_for
 
 MOST_STREAMED = 2
 DEMO_DRAFT_TOKENS = 7
@@ -145,8 +145,9 @@ def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], 
         tokens, how = settings.new_tokens + max(len(task.ids) for task in tasks), settings.to_generate()
         # For the pair and for its target alone. Where nothing can be kept the measured texts say why.
         with waiting_for("looking for graphs") as say, suppress(ConfigurationError):
+            on_compile = counting_graphs(say)
             for assistant in (pair.drafter, NoDrafter(pair.drafter.binding.model)):
-                warm_up(assistant, tokens=tokens, on_compile=lambda key: say(f"compiling graphs: {key.kind}"), **how)
+                warm_up(assistant, tokens=tokens, on_compile=on_compile, **how)
     minutes = settings.minutes
     measuring = f"measuring for at most {minutes:g} minute{'' if minutes == 1 else 's'}" if minutes else "measuring"
     with progress_bar(console) as advance:

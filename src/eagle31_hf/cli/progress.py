@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..errors import count
+from ..graphs.steps import GraphKey
 from .options import make_console
 
 QUIET_S = 2.0
@@ -42,6 +44,17 @@ def waiting_for(what: str) -> Iterator[Callable[[str], None]]:
         yield tell
     finally:
         line.cancel()
+
+
+def counting_graphs(say: Callable[[str], object]) -> Callable[[GraphKey], None]:
+    """What is told of each graph that is compiled: it says how many there are by now, and of what kinds."""
+    kinds: list[str] = []
+
+    def tell(key: GraphKey) -> None:
+        kinds.append(key.kind)
+        say(f"compiling {count(len(kinds), 'graph')}: {', '.join(dict.fromkeys(kinds))}")
+
+    return tell
 
 
 @contextmanager

@@ -75,9 +75,9 @@ def serve(
         f"{engine.settings.context:,} tokens each, {_address(listening)}/v1 (Ctrl-C to stop)",
         soft_wrap=not console.is_terminal,
     )
-    refused = "; requests with tools are refused: the template has no place for them (--chat-template)"
-    tools = "" if shows_tools(pair.tokenizer) else refused
-    console.print(f"Thoughts and calls are read as: {engine.form.name}{tools}", style="dim")
+    refused = "Requests with tools are refused: the template has no place for them (--chat-template)"
+    read = f"Thoughts and calls are read as: {engine.form.name}"
+    console.print(read if shows_tools(pair.tokenizer) else refused, style="dim")
     if engine.unfollowed:
         console.print(
             f"Not followed, of {name}'s generation config: {', '.join(engine.unfollowed)}; texts are chosen without",

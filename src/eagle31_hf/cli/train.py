@@ -18,6 +18,6 @@ def train(*, settings: TrainingSettings) -> None:
     report = train_drafter(settings, console=make_console(stderr=True))
     if is_first_process():
         console = make_console()
-        console.print(f"drafter written to {report.folder}")
+        console.print(f"the drafter is in {report.folder}")
         for line in report.advice(settings.target, settings.target_id):
             console.print(line)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from ..errors import count
 from ..generate.warm_up import warm_up
-from ..graphs.steps import GraphKey
 from ..sampling.logits_processing import sampling_options
 from .options import command, make_console, option
 from .pairs import PairSource, load_pair
-from .progress import waiting_for
+from .progress import counting_graphs, waiting_for
 
 
 @command
@@ -22,14 +20,9 @@ def warmup(
     """Compile a pair's graphs for this machine, and keep them. Takes minutes, once."""
     console = make_console()
     pair = load_pair(source)
-    started, kinds = perf_counter(), list[str]()
+    started, how = perf_counter(), sampling_options(temperature)
     with waiting_for("looking for graphs") as say:
-
-        def tell(key: GraphKey) -> None:
-            kinds.append(key.kind)
-            say(f"compiling {count(len(kinds), 'graph')}: {', '.join(dict.fromkeys(kinds))}")
-
-        made = warm_up(pair.drafter, tokens=tokens, on_compile=tell, **sampling_options(temperature))
+        made = warm_up(pair.drafter, tokens=tokens, on_compile=counting_graphs(say), **how)
     seconds = perf_counter() - started
     compiled = f"{len(made)} graphs compiled in {seconds:.0f} s; later runs load them."
     console.print(compiled if made else "All graphs were there already.")

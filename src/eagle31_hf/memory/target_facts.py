@@ -125,7 +125,10 @@ def load_config(target: Any) -> PreTrainedConfig:
         if (known := find_known_target(name)) is not None:
             return known
         if "/" not in name and (close := close_names(name)):  # no Hub id is alike
-            raise MemoryPlanError(f"got target {name!r}, which is no folder; did you mean {' or '.join(close)}?")
+            raise MemoryPlanError(
+                f"got target {name!r}, which is no folder and no name that plans know; did you mean "
+                f"{' or '.join(close)}? Others go by folder or Hub id (owner/name)"
+            )
         if missing := missing_folder(target):
             raise MemoryPlanError(missing)
     refuse_drafter_as_target(target)

@@ -43,8 +43,8 @@ def encode_chat(
         return _without_template(tokenizer, messages, tools)
     if tools and not shows_tools(tokenizer):
         raise ConfigurationError(
-            "this model's chat template has no place for tools; leave tools out, or give one of the model's own form "
-            "that has (--chat-template; for the embedded pair examples/tools.jinja)"
+            "this model's chat template has no place for tools; leave tools out, or pass a template of this model's "
+            "form that has one (--chat-template FILE; for the embedded pair examples/tools.jinja)"
         )
     try:
         return apply_template(tokenizer, messages, tools, add_generation_prompt=True, **template_options)

@@ -98,7 +98,8 @@ class LiveProgress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
             steps = logs["accuracy"]
-            self._counting.figures = f", loss {logs['loss']:.2f}, accuracy {steps[0]:.2f} to {steps[-1]:.2f}"
+            right = f"1st draft right {steps[0]:.0%}, last {steps[-1]:.0%}"
+            self._counting.figures = f", loss {logs['loss']:.2f}, {right}"
         if "eval_acceptance_length" in logs:
             positions = " ".join(f"{share:.2f}" for share in logs["eval_acceptance_at"])
             line = f"acceptance length {logs['eval_acceptance_length']:.3f}, by position {positions}"
