@@ -33,7 +33,7 @@ from eagle31_hf.training.measure import evaluation_prompts
 from eagle31_hf.training.objectives import compute_features
 from eagle31_hf.training.writing import regenerate
 from families import recurrent_target
-from helpers import random_drafter
+from helpers import random_drafter, random_prompts
 
 ASKS = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 UNMARKED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}" + ASKS
@@ -305,14 +305,10 @@ def test_packed_documents_do_not_see_each_other(family: str, target, drafter) ->
     if family != "llama":
         target = recurrent_target(family)
         drafter = random_drafter(target, aux_layers=[1, 2, 3])
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = target.config.vocab_size - 10
-    documents = [
-        Document(str(i), torch.randint(3, vocabulary, (length,), generator=generator).tolist(), [True] * length)
-        for i, length in enumerate((9, 5, 7, 6))
-    ]
+    texts = random_prompts(4, target.config.vocab_size - 10, longest=9)
+    documents = [Document(str(number), ids, [True] * len(ids)) for number, ids in enumerate(texts)]
     data = PackedDocuments(documents, 16, seed=1)
-    rows = default_collate([data[i] for i in range(len(data))])
+    rows = default_collate(list(data))
     packed = compute_features(drafter.binding, rows["input_ids"], rows["position_ids"])
     for index, numbers in enumerate(data.rows):
         start = 0
