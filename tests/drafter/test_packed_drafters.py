@@ -65,7 +65,8 @@ def test_planned_drafter_bytes_are_the_storages(drafters: Path, name: str, packi
     drafter = packed(name, drafters, packing, target)
     held = storage_bytes(drafter) + sum(
         rows.untyped_storage().nbytes() if isinstance(rows, Tensor) else storage_bytes(rows)
-        for rows in drafter._head_rows
+        for rows in [drafter.binding.draft_head]
+        if rows is not None
     )
     precision = SCHEMES[f"bnb-{packing}"].__class__(**{**vars(SCHEMES[f"bnb-{packing}"]), "dtype": dtype})
     facts = DrafterFacts(drafter.config, precision.torch_dtype)
@@ -90,16 +91,17 @@ def test_gathered_rows_are_packed_too(drafters: Path) -> None:
     full = Eagle31Drafter.from_pretrained(drafter_folder("shared rows", drafters), target=target)
     small = packed("shared rows", drafters, "int8", target)
     skipped = packed("shared rows", drafters, "int8", target, llm_int8_skip_modules=["lm_head"])
-    (rows,), (exact,) = small._head_rows, full._head_rows
+    rows, exact = small.binding.draft_head, full.binding.draft_head
     assert isinstance(rows, Int8Linear)
     assert isinstance(exact, Tensor)
     assert (matrix_of(rows) - exact).abs().max() <= exact.abs().max() / 127
-    assert torch.equal(skipped._head_rows[0], exact)
+    assert torch.equal(skipped.binding.draft_head, exact)
     assert isinstance(skipped.layers[0].mlp.down_proj, Int8Linear)
     hidden = torch.randn(2, 3, 64)
     torch.testing.assert_close(small.draft_logits(hidden), rows(hidden))
+    binding = small.binding
     small.detach()
-    assert not small._head_rows
+    assert binding.draft_head is None
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

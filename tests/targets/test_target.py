@@ -163,7 +163,7 @@ def test_embedding_and_full_head_are_the_targets_own(llama: Any) -> None:
     binding = drafter.binding
     assert binding.embedding.weight.data_ptr() == llama.get_input_embeddings().weight.data_ptr()
     assert binding.lm_head.weight.data_ptr() == llama.lm_head.weight.data_ptr()
-    assert not drafter._head_rows
+    assert binding.draft_head is None
     names = drafter.state_dict().keys()
     assert not any("embed" in name or "lm_head" in name for name in names)
     with torch.no_grad():
@@ -173,13 +173,15 @@ def test_embedding_and_full_head_are_the_targets_own(llama: Any) -> None:
 
 def test_reduced_vocabulary_over_a_shared_head_keeps_the_gathered_rows_only(llama: Any) -> None:
     drafter = random_drafter(llama, own_lm_head=False, draft_vocab_size=16)
-    (rows,) = drafter._head_rows
+    binding = drafter.binding
+    rows = binding.draft_head
+    assert isinstance(rows, torch.Tensor)
     assert rows.untyped_storage().nbytes() == 16 * 64 * 4
     ids = drafter.draft_ids
     assert ids is not None
     assert torch.equal(rows, llama.lm_head.weight[ids])
     drafter.detach()
-    assert not drafter._head_rows
+    assert binding.draft_head is None
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------

@@ -46,12 +46,8 @@ class Eagle31Drafter(Assistant, Eagle31Network):
     def __init__(self, config: Eagle31Config):
         super().__init__(config)
         self.metadata: dict[str, Any] = {}
-        self._head_rows: list[Tensor | nn.Module] = []
         self.packing: Quantization | None = None
         self._draft_ids: Tensor | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_head_rows": []}  # the target's
 
     # --- files ---------------------------------------------------------------------------------------------------
 
@@ -227,21 +223,15 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         self._bind(TargetBinding(target, self.config))
         return self
 
-    def detach(self) -> None:
-        """Let go of the target: hooks removed, nothing shared any more."""
-        super().detach()
-        self._head_rows = []
-
     def _bind(self, binding: TargetBinding) -> None:
-        rows = None
         try:
             if self.lm_head is None and self.config.has_reduced_vocabulary:
-                rows = binding.head_rows(self.draft_ids)
+                rows = binding.head_rows(self.draft_ids).to(self.device, self.dtype)
+                binding.draft_head = self._packed_rows(rows)
         except Exception:
             binding.close()
             raise
         self._hold(binding)
-        self._head_rows = [] if rows is None else [self._packed_rows(rows.to(self.device, self.dtype))]
 
     def _packed_rows(self, rows: Tensor) -> Tensor | nn.Module:
         """Head rows `(Vd, H)`, packed as the other matrices are."""
@@ -296,8 +286,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         """Logits `(..., Vd)` over the draft vocabulary from post-norm hidden states `(..., H)`."""
         if self.lm_head is not None:
             return self.lm_head(normed)
-        if self._head_rows:
-            rows = self._head_rows[0]
+        if (rows := self.binding.draft_head) is not None:
             return F.linear(normed, rows) if isinstance(rows, Tensor) else rows(normed)
         head: nn.Module = self.binding.lm_head
         logits = head(normed.to(self.binding.compute_dtype))
@@ -306,7 +295,9 @@ class Eagle31Drafter(Assistant, Eagle31Network):
     @property
     def head_weights(self) -> list[Tensor]:
         """Of the head behind `draft_logits`, its own or the target's."""
-        head: Tensor | nn.Module = self.lm_head or [*self._head_rows, self.binding.lm_head][0]
+        head = self.lm_head
+        if head is None:
+            head = self.binding.lm_head if self.binding.draft_head is None else self.binding.draft_head
         return [head] if isinstance(head, Tensor) else list(head.parameters())
 
     def load_canonical(self, tensors: dict[str, Tensor], *, assign: bool = True) -> None:

@@ -94,6 +94,7 @@ class TargetBinding:
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
         self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
         self.pair: object | None = None  # the `loop.pair.Pair` of this target and its drafter
+        self.draft_head: Tensor | nn.Module | None = None  # rows of the head that the drafter drafts from, if not all
         warn_once(precision_caution(self.model))
         self.one_token_arithmetic = OneTokenArithmetic(self.model)
         self.cache_argument = cache_argument(self.model)
@@ -267,7 +268,7 @@ class TargetBinding:
     def close(self) -> None:
         """Remove the hooks. The target is as it was before."""
         self._undo()
-        self.mixers = None
+        self.mixers = self.draft_head = None
 
 
 class Verification:
