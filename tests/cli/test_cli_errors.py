@@ -131,7 +131,7 @@ REFUSED = {
     "serve --target nowhere --acceleration compile": CHAINS.format("--acceleration compile"),
     "serve --allow-origin http://localhost:3000/chat": "scheme, host and port",
     "serve --allow-origin *": "scheme, host and port",
-    "train {target} --prompts {top}/nothing.jsonl --out {top}/out": "nothing.jsonl",
+    "train {top}/no-tokenizer --prompts {top}/nothing.jsonl --out {top}/out": "no file or folder .*nothing.jsonl",
     "bench --prompts nowhere.jsonl": "no file or folder",
     "generate 'Why is the sky blue?'": "wanted one of --prompt and --prompt-file",
     **{

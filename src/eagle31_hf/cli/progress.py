@@ -6,13 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..errors import count
-from ..graphs.steps import GraphKey
 from .options import make_console
+
+if TYPE_CHECKING:
+    from ..graphs.steps import GraphKey
 
 QUIET_S = 2.0
 """A wait that is shorter leaves no line in a file."""

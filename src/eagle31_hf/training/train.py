@@ -32,7 +32,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..errors import count
 from ..memory.plan import size_text
 from ..targets.devices import quick_dtype
-from ..texts.conversations import read_conversations
+from ..texts.conversations import read_conversations, tables
 from ..texts.rows import Conversation
 from .data import Document, PackedDocuments, build_vocabulary, count_supervised, coverage, render_documents
 from .measure import EvaluationPrompt, KnownText, evaluation_prompts, readers_of_text, write_texts
@@ -78,8 +78,12 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
     if not is_first_process():
         console = Console(quiet=True)
     open_folder(settings, console)
+    # What cannot be read is told before a large target is loaded.
     if settings.drafter is not None:
-        inspect_checkpoint(settings.drafter)  # before a large target is loaded
+        inspect_checkpoint(settings.drafter)
+    for source in (*settings.prompts, *settings.held_out):
+        if self_prompt_count(source) is None:
+            list(tables(source))
     set_seed(settings.seed)
     with StopRequest(console, settings.out) as stop, warnings.catch_warnings():
         # Norms of a float32 drafter read bfloat16 under autocast: a slower kernel, but of a small part of the work.
