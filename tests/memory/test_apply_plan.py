@@ -57,6 +57,8 @@ def test_auto_plans_for_where_the_target_sits(roomy: Card) -> None:
     assert (settings.num_assistant_tokens, settings.draft_top_k, settings.draft_tree_size) == (None, None, None)
     assert plan.settings.draft_tokens == LONGEST_CHAIN
     assert (settings.prefill_chunk_size, settings.cache_type) == (plan.settings.prefill_chunk, "full")
+    with mock.patch.object(target_of("demo-target").generation_config, "max_length", 333):
+        assert plan_to_apply("auto", target_of("demo-target"), DEMO_DRAFTER).settings.context == 333
 
 
 def test_what_is_usual_is_drafted_under_a_plan_as_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,12 +79,6 @@ def test_what_is_usual_is_drafted_under_a_plan_as_without_one(monkeypatch: pytes
         assert shape.draft_block <= plan.settings.shape.draft_block
     eagle.memory_plan = replace(plan, settings=replace(plan.settings, draft_tokens=2))
     assert draft_shape(eagle, rows=1, sampled=False, by_graphs=True).depth <= 2
-
-
-def test_the_context_is_what_the_target_is_configured_to_write(roomy: Card) -> None:
-    target = target_of("demo-target")
-    with mock.patch.object(target.generation_config, "max_length", 333):
-        assert plan_to_apply("auto", target, DEMO_DRAFTER).settings.context == 333
 
 
 def test_a_plan_is_kept_by_the_loop(roomy: Card, monkeypatch: pytest.MonkeyPatch) -> None:

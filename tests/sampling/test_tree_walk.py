@@ -44,34 +44,22 @@ def naive_walk(tree: DraftTree, choice: list[list[int]], row: int, depth: int) -
         path.append(step[0])
 
 
-@given(st.integers(0, 2**31), st.integers(2, 30), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
-def test_walks_match_a_naive_one(seed: int, size: int, width: int) -> None:
+@given(st.integers(0, 2**31), st.integers(2, 30), st.integers(1, 4), st.integers(1, 12))
+@settings(max_examples=100, deadline=None)
+def test_walks_match_a_naive_one(seed: int, size: int, width: int, depth: int) -> None:
+    """In a tree that is cut, too: before a text's end nodes that are too deep stay, and no path must reach them."""
     generator = torch.Generator().manual_seed(seed)
-    tree = random_tree(generator, rows=4, size=size, width=width, vocab=4)
-    choice = torch.randint(0, 4, (4, size), generator=generator)
-    accepted = accept_chosen(tree, choice)
-    walks = walks_of(tree, choice)
+    vocab = max(width, 2)
+    whole = random_tree(generator, rows=4, size=size, width=width, vocab=vocab)
+    tree, choice = whole.cut_to(depth), torch.randint(vocab, (4, size), generator=generator)
+    assert int(tree.depths.max()) <= tree.max_depth == min(depth, whole.max_depth)
+    accepted, walks = accept_chosen(tree, choice), walks_of(tree, choice)
     for row in range(4):
-        path, bonus = naive_walk(tree, choice.tolist(), row, size)
-        assert accepted.path[row, : int(accepted.length[row])].tolist() == path
-        assert int(accepted.bonus[row]) == bonus
+        path, bonus = naive_walk(tree, choice.tolist(), row, tree.max_depth)
         assert walks[row] == (path, bonus)
-
-
-@given(st.integers(0, 2**31), st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
-def test_walks_end_where_a_tree_was_cut(seed: int, depth: int) -> None:
-    """Before a text's end a compiled tree keeps the nodes that are too deep; a path must not reach them."""
-    generator = torch.Generator().manual_seed(seed)
-    whole = random_tree(generator, rows=4, size=30, width=2, vocab=2)
-    assert whole.max_depth > depth, "nothing to cut"
-    tree = whole.cut_to(depth)
-    assert int(tree.depths.max()) == tree.max_depth == depth
-    choice = torch.randint(0, 2, (4, 30), generator=generator)
-    walks = walks_of(tree, choice)
-    for row in range(4):
-        assert walks[row] == naive_walk(tree, choice.tolist(), row, depth)
+        if tree is whole:
+            assert accepted.path[row, : int(accepted.length[row])].tolist() == path
+            assert int(accepted.bonus[row]) == bonus
 
 
 def walks_of(tree: DraftTree, choice: Tensor) -> dict[int, tuple[list[int], int]]:
