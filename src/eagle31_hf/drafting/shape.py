@@ -51,21 +51,14 @@ class DraftShape:
         """Levels that have slots in a whole draft's graph: all of a chain, of a tree all but the last."""
         return self.depth - self.is_tree
 
-    def target_capacity(self, length: int) -> int:
-        """Slots per row of the target's cache for texts of up to `length` tokens."""
-        return length + self.nodes
+    def target_cache(self, length: int, chunk: int) -> tuple[int, int]:
+        """Slots per row of the target's cache for texts of up to `length` tokens, and most that it takes between two
+        commits, prefill chunks of `chunk` tokens included."""
+        return length + self.nodes, max(chunk, self.nodes)
 
-    def drafter_capacity(self, length: int) -> int:
-        """Slots per row of the drafter's cache for texts of up to `length` tokens."""
-        return self.target_capacity(length) + self.draft_block
-
-    def block(self, chunk: int) -> int:
-        """Most tokens the target's cache takes between two commits, prefill chunks of `chunk` tokens included."""
-        return max(chunk, self.nodes)
-
-    def drafter_block(self, chunk: int) -> int:
+    def drafter_cache(self, length: int, chunk: int) -> tuple[int, int]:
         """The same of the drafter's cache."""
-        return max(chunk, self.draft_block)
+        return length + self.nodes + self.draft_block, max(chunk, self.draft_block)
 
     def as_chain(self) -> DraftShape:
         """Its deepest path alone."""

@@ -66,7 +66,7 @@ class PairCaches:
         """
         binding = drafter.binding
         sizes = partial(graph_sizes.cache_size, exact=exact_sizes) if for_graphs else eager_size
-        target = sizes(shape.target_capacity(length), shape.block(chunk))
+        target = sizes(*shape.target_cache(length, chunk))
         cache = cls.target_kind.from_config(
             binding.text_config,
             batch_size=batch_size,
@@ -78,7 +78,7 @@ class PairCaches:
         if not isinstance(drafter, Eagle31Drafter):
             return cls(cache, None)
         read_at_once = positions_read_at_once(drafter, chunk)
-        own = sizes(shape.drafter_capacity(length), shape.drafter_block(read_at_once))
+        own = sizes(*shape.drafter_cache(length, read_at_once))
         return cls(cache, cls.session_kind(drafter, batch_size=batch_size, **own._asdict()))
 
     def write_in(self, kept: KeptBuffers) -> None:

@@ -78,11 +78,6 @@ class MemorySettings:
         return DraftShape(self.draft_tokens, top_k=top_k, size=self.tree_size)
 
     @property
-    def cache_capacity(self) -> int:
-        """Slots per row the target's cache needs."""
-        return self.shape.target_capacity(self.context)
-
-    @property
     def chunk(self) -> int:
         return min(self.prefill_chunk, self.context)
 
@@ -125,8 +120,8 @@ class _Ledger:
         self.batch, self.nodes, self.chunk = settings.batch, settings.shape.nodes, settings.chunk
         self.captured = self.drafter is not None and captures_steps(target, card, settings)
         self.kept = MOMENTS if self.captured else RUNNING
-        slots, block, cache_type = settings.cache_capacity, settings.shape.block(self.chunk), settings.cache_type
-        verify = Forward(self.nodes, slots, block, self.batch, cache_type, verifies=True, grows=False)
+        (self.slots, block), cache_type = settings.shape.target_cache(settings.context, self.chunk), settings.cache_type
+        verify = Forward(self.nodes, self.slots, block, self.batch, cache_type, verifies=True, grows=False)
         self.prefill = target.forward.count(Forward(self.chunk, settings.context, block, self.batch, cache_type))
         self.verify, self.held = target.forward.count(verify), target.forward.count(self._kept_rows(verify))
         read = 0 if self.drafter is None else self.drafter.aux_width
@@ -238,13 +233,12 @@ class _Ledger:
         ]  # fmt: skip
 
     def _drafter_forward(self, tokens: int, *, verifies: bool = False) -> Forward:
-        settings = self.settings
-        slots, block = settings.shape.drafter_capacity(settings.context), settings.shape.drafter_block(self.chunk)
+        slots, block = self.settings.shape.drafter_cache(self.settings.context, self.chunk)
         return Forward(tokens, slots, block, self.batch, verifies=verifies, grows=False)
 
     def _update(self, drafter: DrafterFacts) -> int:
         forward = self._drafter_forward(self.settings.draft_tokens + 1)
-        return drafter.count(replace(forward, slots=self.settings.cache_capacity)).activations
+        return drafter.count(replace(forward, slots=self.slots)).activations
 
     def _step(self, drafter: DrafterFacts) -> int:
         return drafter.count(self._drafter_forward(self.settings.shape.top_k, verifies=True)).activations
@@ -271,7 +265,7 @@ class _Ledger:
         }
         unpacked = {term.moments[0]: term.num_bytes for term in terms if "unpacking workspace" in term.name}
         pool = max(num_bytes + unpacked.get(moment, 0) for moment, num_bytes in pooled.items())
-        lengths = recorded_lengths(cache_size(self.settings.cache_capacity, 1, exact=True).capacity)
+        lengths = recorded_lengths(cache_size(self.slots, 1, exact=True).capacity)
         one = verify.logits + batch * self.tapped  # of a token, where drafting rests
         # Noise, of which a round's end needs more than the first draft, and twice which tokens were seen.
         drawn_by = batch * vocabulary * (4 * (3 * shape.depth + 1) + 2)

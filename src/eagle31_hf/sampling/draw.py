@@ -75,9 +75,7 @@ class PositionNoise:
         generator: to take from; `None`: torch's own one of the device.
     """
 
-    def __init__(
-        self, rows: int, vocabulary: int, device: torch.device, generator: torch.Generator | None = None
-    ):  # fmt: skip
+    def __init__(self, rows: int, vocabulary: int, device: torch.device, generator: torch.Generator | None = None):
         self.rows, self.vocabulary, self.device = rows, vocabulary, device
         self._generator = generator
         self._ring: Tensor = torch.empty(0, rows, vocabulary, device=device)  # position t lies at t modulo its length
