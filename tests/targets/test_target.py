@@ -277,11 +277,6 @@ NO_DRAFTS: dict[str, Callable[[], Any]] = {
         vocab_size=96, d_model=64, decoder_layers=4, decoder_attention_heads=4, bos_token_id=1, eos_token_id=None,
         pad_token_id=0, decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None,
     ),
-    "passes several streams on": lambda: hf.Gemma3nTextConfig(
-        **GROUPED, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2, laurel_rank=8,
-        hidden_size_per_layer_input=8, vocab_size_per_layer_input=96, num_kv_shared_layers=0,
-        activation_sparsity_pattern=[0.0] * 4,
-    ),
 }  # fmt: skip
 
 
@@ -309,6 +304,18 @@ def test_windows_under_other_names_are_not_believed(rows: int) -> None:
     inputs = left_padded(random_prompts(rows, seed=rows))
     assert_same_text(target, eagle, inputs, loop="plain", max_new_tokens=50)
     assert "window of 24 tokens, window_size" in eagle.stats.reason
+
+
+def test_a_target_of_several_streams_is_refused() -> None:
+    config = hf.Gemma3nTextConfig(
+        **GROUPED, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2, laurel_rank=8,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=96, num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0] * 4,
+    )  # fmt: skip
+    target = random_target(config)
+    with pytest.raises(IncompatibleTargetError, match=r"\(4, 2, .*one vector a token"):
+        random_drafter(target)
+    assert hooks_of(target) == 0, "it is as it was"
 
 
 @pytest.mark.skipif(not hasattr(hf, "InklingTextConfig"), reason="of newer versions of transformers")

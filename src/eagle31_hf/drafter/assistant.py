@@ -97,9 +97,9 @@ class Assistant(nn.Module):
         return self
 
     def _hold(self, binding: TargetBinding) -> None:
-        """Let go of the target before, and find out what this one can do."""
-        self.detach()
+        """Find out what this target can do, and let go of the one before."""
         probe_tree_verification(binding)
+        self.detach()
         self._binding = binding
 
     @property

@@ -228,10 +228,10 @@ class Eagle31Drafter(Assistant, Eagle31Network):
             if self.lm_head is None and self.config.has_reduced_vocabulary:
                 rows = binding.head_rows(self.draft_ids).to(self.device, self.dtype)
                 binding.draft_head = self._packed_rows(rows)
+            self._hold(binding)
         except Exception:
             binding.close()
             raise
-        self._hold(binding)
 
     def _packed_rows(self, rows: Tensor) -> Tensor | nn.Module:
         """Head rows `(Vd, H)`, packed as the other matrices are."""

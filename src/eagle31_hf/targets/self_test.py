@@ -28,6 +28,7 @@ from ..errors import Eagle31Error, named_line
 from .binding import TargetBinding, Verification
 from .quantized import holds_packed_weights
 from .rotation import rotations_left_alone
+from .taps import UnreadableStatesError
 
 LONGEST_PROBE = 128
 """A sliding window is worth crossing in the probe only if it is shorter than this."""
@@ -40,7 +41,11 @@ FAILURES = (
 
 @torch.no_grad()
 def probe_tree_verification(binding: TargetBinding) -> None:
-    """Set `binding.masks_by_type` and `binding.tree_unsupported_reason` (empty if trees are verified right)."""
+    """Set `binding.masks_by_type` and `binding.tree_unsupported_reason` (empty if trees are verified right).
+
+    Raises:
+        IncompatibleTargetError: there are no states between its layers that a drafter could read.
+    """
     why = _seen_without_a_forward(binding)
     if not why:
         alone = rotations_left_alone(binding.decoder)
@@ -62,6 +67,8 @@ def _why_wrong(binding: TargetBinding) -> str:
     except KeyError as failure:
         kinds = sorted(set(getattr(binding.text_config, "layer_types", None) or ()))
         return f"its forward looks for {failure}, which we do not hand on; its config names layers of types {kinds}"
+    except UnreadableStatesError:
+        raise
     except FAILURES as failure:
         return named_line(failure)
     return "" if error <= tolerance(binding) else f"logits differ by {error:.2g} of their range"

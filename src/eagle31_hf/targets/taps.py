@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from ..errors import IncompatibleTargetError
 
 
+class UnreadableStatesError(IncompatibleTargetError):
+    """More than one vector a token passes between the layers of a target, as in Gemma 3n: no drafter reads that."""
+
+
 class HiddenStateTaps:
     """Forward hooks on decoder layers.
 
@@ -66,8 +70,8 @@ class HiddenStateTaps:
         """What the thread's last forward left, `(B, T, A*Ht)` on `device`, lowest index first. Handed over once.
 
         Raises:
-            IncompatibleTargetError: the hooks did not run (the model was compiled before they were there), or several
-                streams pass between the layers (Gemma 3n).
+            IncompatibleTargetError: the hooks did not run (the model was compiled before they were there).
+            UnreadableStatesError: there is no one vector a token.
         """
         thread = threading.get_ident()
         caught, self._caught[thread] = self._caught[thread], {}
@@ -79,7 +83,7 @@ class HiddenStateTaps:
             )
         states = [caught[index].to(device) for index in self._indices]
         if any(each.dim() != 3 for each in states):
-            raise IncompatibleTargetError(
+            raise UnreadableStatesError(
                 f"the target passes states of shape {tuple(states[0].shape)} from layer to layer; wanted one vector a "
                 "token, which is what drafters read: there are none for such targets"
             )
