@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,24 +39,16 @@ def leave_the_compiler_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "load_package", load_exported)
 
 
-def write_exported(_: CompilerProcesses, exported: Any, package: Path) -> Future[None]:
+def write_exported(processes: CompilerProcesses, exported: Any) -> Callable[[], Path]:
     name, module = uuid.uuid4().hex, exported.module(check_guards=False)
     _WRITTEN[name] = module, {name: weight.clone() for name, weight in module.state_dict().items()}
+    package = Path(processes._folder.name) / f"{name}.pt2"
     package.write_text(name)
-    return done()
+    return lambda: package
 
 
 _WRITTEN: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {}
 """Exported steps and their weights, which stand for packages, by what their files say: to save them takes seconds."""
-
-
-def done(failure: Exception | None = None) -> Future[None]:
-    written: Future[None] = Future()
-    if failure is None:
-        written.set_result(None)
-    else:
-        written.set_exception(failure)
-    return written
 
 
 def exported_in(package: Path) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -11,7 +11,6 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from kept_pairs import (
     GREEDY,
     SAMPLING,
     assert_plain,
-    done,
     exported_in,
     failing,
     forgotten,
@@ -95,10 +93,11 @@ def test_what_is_kept_later_waits_for_the_next_text(warmed: Eagle31Drafter, monk
 
     monkeypatch.setattr(packages.GraphPackages, "make", load_and_keep_more)
     write(warmed)
+    known = Pair.of(warmed).graphs.keys
     assert "advance" in kinds(warmed)
-    assert "verify" not in kinds(warmed)
+    assert {key.size for key in known if key.kind == "verify"} == {1}
     write(warmed)
-    assert "verify" in kinds(warmed)
+    assert 8 in {key.size for key in Pair.of(warmed).graphs.keys if key.kind == "verify"}
 
 
 @pytest.mark.parametrize(
@@ -135,16 +134,17 @@ def test_graphs_are_found_whatever_was_written_before() -> None:
 
 @pytest.mark.thorough
 def test_graphs_are_compiled_together(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, waited = list[Path](), list[int]()  # packages; how many had begun whenever one was waited for
+    begun, waited = list[Callable[[], Path]](), list[int]()  # how many had begun whenever one was waited for
 
-    class Package(Future[None]):
-        def result(self, timeout: float | None = None) -> None:
+    def compile_(self: CompilerProcesses, exported: Any) -> Callable[[], Path]:
+        written = write_exported(self, exported)
+        begun.append(written)
+
+        def waited_for() -> Path:
             waited.append(len(begun))
+            return written()
 
-    def compile_(self: CompilerProcesses, exported: Any, package: Path) -> Future[None]:
-        write_exported(self, exported, package)
-        begun.append(package)
-        return Package()
+        return waited_for
 
     monkeypatch.setattr(CompilerProcesses, "compile", compile_)
     assert 3 < len(warm_up(pair, tokens=100, **GREEDY)) < len(begun)
@@ -250,7 +250,7 @@ def test_what_others_may_write_is_not_loaded(
     assert not kinds(warmed)
     assert "others may write" in caplog.text
     if of == "folder":
-        with pytest.raises(ConfigurationError, match=r"could be exchanged.*chmod go-w"):
+        with pytest.raises(ConfigurationError, match=r"cannot be kept safely.*chmod go-w"):
             warm_up(forgotten(warmed), tokens=100, **GREEDY)
 
 
@@ -367,7 +367,7 @@ def test_graphs_read_the_weights_as_they_are_now(warmed: Eagle31Drafter) -> None
 def test_without_a_compiler_or_room_nothing_is_kept(
     pair: Eagle31Drafter, failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CompilerProcesses, "compile", lambda *_: done(failure))
+    monkeypatch.setattr(CompilerProcesses, "compile", lambda *_: failing(failure))
     with pytest.raises(ConfigurationError, match=r"g\+\+"):
         warm_up(pair, tokens=100, **GREEDY)
     assert [path for path in kept_files("") if path.is_file()] == []
@@ -385,7 +385,7 @@ def test_graphs_are_checked_on_text_and_not_on_chains_of_one_token(
         return verify(round, tree)
 
     monkeypatch.setattr(Round, "verify", noting)
-    monkeypatch.setattr(CompilerProcesses, "compile", lambda *_: done(RuntimeError("none")))
+    monkeypatch.setattr(CompilerProcesses, "compile", lambda *_: failing(RuntimeError("none")))
     with pytest.raises(ConfigurationError):
         warm_up(pair, tokens=100, **GREEDY)
     vocabulary = pair.config.vocab_size
@@ -410,7 +410,7 @@ def test_a_folder_that_cannot_be_used(pair: Eagle31Drafter, tmp_path: Path, monk
     file = tmp_path / "file"
     file.write_text("not a folder")
     monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(file))
-    with pytest.raises(ConfigurationError, match=rf"cannot be kept in .*{kept_folder.CACHE_VARIABLE}"):
+    with pytest.raises(ConfigurationError, match=rf"cannot be kept safely in .*{kept_folder.CACHE_VARIABLE}"):
         warm_up(pair, tokens=100, **GREEDY)
     assert_plain(pair)
 

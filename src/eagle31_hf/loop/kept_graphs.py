@@ -6,10 +6,8 @@ how long anything took. Nothing is compiled while a text waits.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
-from functools import cache
 
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
@@ -24,8 +22,6 @@ from ..graphs.round_graphs import RoundStep
 from ..graphs.seen import ModelState, weights_of
 from ..graphs.steps import GraphKey
 from ..sampling.logits_processing import ScoreProcessing
-
-logger = logging.getLogger(__name__)
 
 FEWEST_CAPTURED_TOKENS = 48
 """New tokens from which on the first text's steps are captured, which takes about as long as half a dozen rounds."""
@@ -154,21 +150,10 @@ def kept_packages(pair: PairGraphs) -> GraphPackages | None:
         return None
     drafter = pair.drafter
     state = ModelState(drafter.binding.model)
-    folder = kept.pair_folder(drafter, state)
-    if not folder.is_dir():
+    if not kept.pair_folder(drafter, state).is_dir():
         return None
     graphs = pair.current_graphs(state)
-    if kept.refusal(drafter, graphs):
-        return None
-    if why := why_not_ours(folder):
-        _say_once(f"kept graphs are machine code, and those in {folder} are not loaded: {why}")
-        return None
-    return kept.packages_of(drafter, graphs)
-
-
-@cache
-def _say_once(what: str) -> None:
-    logger.warning("eagle31: %s; steps stay eager", what)
+    return None if kept.refusal(drafter, graphs) else kept.packages_of(drafter, graphs)
 
 
 def compile_ahead(
@@ -192,17 +177,15 @@ def compile_ahead(
     packages = kept.packages_of(pair.drafter, graphs)
     try:
         make_own_folder(packages.folder)
+        why = why_not_ours(packages.folder)
     except OSError as error:
+        why = str(error.strerror)
+    if why:
         raise ConfigurationError(
-            f"graphs cannot be kept in {packages.folder} ({error.strerror}); name another folder by "
-            f"${kept.CACHE_VARIABLE}"
-        ) from error
-    if why := why_not_ours(packages.folder):
-        raise ConfigurationError(
-            f"graphs are machine code, and what is kept in {packages.folder} could be exchanged: {why}; or name "
-            f"another folder by ${kept.CACHE_VARIABLE}"
+            f"graphs, which are machine code, cannot be kept safely in {packages.folder}: {why}; or name another "
+            f"folder by ${kept.CACHE_VARIABLE}"
         )
-    with CompilerProcesses() as processes:
+    with CompilerProcesses(packages.folder) as processes:
         maker = kept.CompilesAhead(packages, processes, on_compile)
         maker.until_compiled(graphs.made_by(maker), meet)
     if graphs.disabled_reason:

@@ -6,12 +6,10 @@ Each compiles one package. It has threads of its own, and leaves its caller's in
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,92 +31,73 @@ class CompilerError(RuntimeError):
 
 
 class CompilerProcesses:
-    """Compiles packages, for as many threads as torch uses when this is made; closing it ends what has begun.
+    """Compiles packages, for as many threads as torch uses when this is made; ends with all that has begun.
 
     Not `multiprocessing`: that would run a script again which has no `if __name__ == "__main__"`.
 
     Args:
-        most: processes at once; default: as many as this process may use cores, up to `MOST_PROCESSES`.
+        folder: in which packages are written, in a folder of their own that goes with this.
     """
 
-    def __init__(self, most: int | None = None):
+    def __init__(self, folder: Path):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._most = min(cores, MOST_PROCESSES)
         self._threads, self._count = torch.get_num_threads(), 0
-        self._folder = TemporaryDirectory(prefix="eagle31-")
-        # Each thread waits for a process.
-        self._waiting = ThreadPoolExecutor(most or min(cores, MOST_PROCESSES), thread_name_prefix="compiling")
-        self._running: set[subprocess.Popen[str]] = set()
-        self._starting = threading.Lock()
-        self._is_closed = False
+        self._folder = TemporaryDirectory(prefix="eagle31-", dir=folder.absolute(), ignore_cleanup_errors=True)
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
 
-    def compile(self, exported: torch.export.ExportedProgram, package: Path) -> Future[None]:
-        """Begin to write a package.
+    def compile(self, exported: torch.export.ExportedProgram) -> Callable[[], Path]:
+        """Begin to write a package, once one of the processes is free.
 
         Returns:
-            Done when it is written, or a `CompilerError`.
+            Waits for the package and says where it lies, or raises a `CompilerError`.
 
         Raises:
             OSError: there is no room to hand the program on.
         """
         self._count += 1
-        handed = Path(self._folder.name) / f"{self._count}.pt2"
+        package = Path(self._folder.name) / f"{self._count}.pt2"
+        handed, said = package.with_suffix(".exported.pt2"), package.with_suffix(".txt")
         exported.example_inputs = None  # they may be as large as the weights, and say no more than their shapes
         torch.export.save(exported, handed)
-        return self._waiting.submit(self._compile, handed, package.absolute())
-
-    def _compile(self, exported: Path, package: Path) -> None:
-        with self._starting:
-            if self._is_closed:
-                raise CompilerError("compiling was interrupted")
-            process = self._start(str(exported), str(package))
-            self._running.add(process)
-        _, said = process.communicate()
-        self._running.discard(process)
-        exported.unlink(missing_ok=True)
-        if process.returncode:
-            package.unlink(missing_ok=True)
-            lines = said.strip().splitlines() if process.returncode > 0 else []
-            raise CompilerError([_ENDED, *lines][-1])
-
-    def _start(self, *job: str) -> subprocess.Popen[str]:
+        number = self._free_number()
         # Inductor writes files by what it compiles: two processes that compile the same would read each other's halves.
-        own = {"TORCHINDUCTOR_CACHE_DIR": f"{self._folder.name}/{threading.current_thread().name}"}
-        return subprocess.Popen(
-            [sys.executable, "-m", compile_package.__module__, *job, str(self._threads)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            # `-m` looks for modules in the working folder first, which may be anybody's.
-            cwd=self._folder.name,
-            env=os.environ | own | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-            start_new_session=True,  # a group, to be ended together
-        )
+        own = {"TORCHINDUCTOR_CACHE_DIR": f"{self._folder.name}/{number}"}
+        with said.open("wb") as stderr:
+            process = self._running[number] = subprocess.Popen(
+                [sys.executable, "-m", compile_package.__module__, handed, package, str(self._threads)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                # `-m` looks for modules in the working folder first, which may be anybody's.
+                cwd=self._folder.name,
+                env=os.environ | own | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            )
 
-    def close(self) -> None:
-        """End all processes, whatever they are at."""
-        with self._starting:
-            self._is_closed = True
-            for process in [*self._running]:
-                _end(process)
-        self._waiting.shutdown(cancel_futures=True)
-        self._folder.cleanup()
+        def written() -> Path:
+            if process.wait():
+                lines = said.read_text("utf-8", "replace").strip().splitlines() if process.returncode > 0 else []
+                raise CompilerError([_ENDED, *lines][-1])
+            return package
+
+        return written
+
+    def _free_number(self) -> int:
+        """Of a process that may begin: fewer run than may."""
+        while True:
+            for number in range(self._most):
+                if number not in self._running or self._running[number].poll() is not None:
+                    return number
+            time.sleep(0.05)
 
     def __enter__(self) -> CompilerProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """And the compilers that it has started."""
-    if hasattr(os, "killpg"):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+        self._folder.cleanup()
 
 
 # --- one of them ------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -34,7 +34,7 @@ from .packages import GraphPackages, tensors_of
 from .packed_weights import PackedWeights
 
 CACHE_VARIABLE = "EAGLE31_CACHE"
-FORMAT = 9
+FORMAT = 10
 """Counted up when steps take or give something else, or files say it: packages of before are not theirs."""
 
 
@@ -165,8 +165,7 @@ class CompilesAhead(GraphMaker):
         What could not be compiled is why `graphs.disabled_reason` says that steps stay eager.
         """
         try:
-            with _one_thread():
-                meet(graphs)
+            meet(graphs)
             while self.begun:
                 graphs.forget(self.begun)  # their steps stood in for them
                 for key in [*self.begun]:
@@ -177,15 +176,3 @@ class CompilesAhead(GraphMaker):
             graphs.give_up(failure, self.failure)
         finally:
             graphs.forget(self.begun)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Beside processes that keep all cores busy, two threads take two to three times as long as one: they wait for each
-    other, and keep cores from those processes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

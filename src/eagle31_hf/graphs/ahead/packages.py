@@ -89,34 +89,28 @@ class GraphPackages(GraphMaker):
             OSError: there is no room.
             Exception: whatever exporting stumbles over.
         """
-        make_own_folder(self.folder)
         exported = _captured(FlatStep(step, inputs, self.models), tuple([each.clone() for each in tensors_of(inputs)]))
         looks = [(shape, stride, str(dtype)) for shape, stride, dtype in looks_of(inputs)]
         program = PieceProgram.of(exported, self.layers, self.packed, tensors_by_name(self.models))
-        names = [f"{name_of(key)}.{number}.pt2" for number in range(len(program.pieces))]
-        told = {"key": repr(key), "signature": looks, "packages": names, **program._asdict()}
-        del told["pieces"]
         begun = {
-            name: processes.compile(_export_piece(piece), self._unfinished(name))
-            for name, piece in zip(names, program.pieces, strict=True)
+            f"{name_of(key)}.{number}.pt2": processes.compile(_export_piece(piece))
+            for number, piece in enumerate(program.pieces)
         }
+        told = {"key": repr(key), "signature": looks, "packages": [*begun], **program._asdict()}
+        del told["pieces"]
 
         def keep() -> None:
             for name, written in begun.items():
-                written.result()
-                self._finish(name)
-            name = f"{name_of(key)}.json"  # last: packages without it are not looked at
-            self._unfinished(name).write_text(json.dumps(told), encoding="utf-8")
-            self._finish(name)
+                self._keep(written(), name)
+            unfinished = self.folder / f"{os.getpid()}.unfinished"
+            unfinished.write_text(json.dumps(told), encoding="utf-8")
+            self._keep(unfinished, f"{name_of(key)}.json")  # last: packages without it are not looked at
 
         return keep
 
-    def _finish(self, name: str) -> None:
-        self._unfinished(name).chmod(OWN)
-        self._unfinished(name).replace(self.folder / name)
-
-    def _unfinished(self, name: str) -> Path:
-        return self.folder / f"{os.getpid()}.{name}"
+    def _keep(self, written: Path, name: str) -> None:
+        written.chmod(OWN)
+        written.replace(self.folder / name)
 
 
 # --- a step as code, and code as a step -------------------------------------------------------------------------------
@@ -268,19 +262,7 @@ def _why_not(part: Path, seen: os.stat_result) -> str:
     if seen.st_uid not in (0, os.getuid()):
         return f"{part} belongs to another user (uid {seen.st_uid})"
     # In a folder with the sticky bit, as /tmp, nobody exchanges what is another's.
-    by_others = bool(seen.st_mode & stat.S_IWOTH) or (seen.st_mode & stat.S_IWGRP and not _is_private(seen.st_gid))
+    by_others = seen.st_mode & (stat.S_IWOTH | stat.S_IWGRP)
     if by_others and not (stat.S_ISDIR(seen.st_mode) and seen.st_mode & stat.S_ISVTX):
         return f"others may write {part} (mode {stat.S_IMODE(seen.st_mode):o}; chmod go-w {part})"
     return ""
-
-
-def _is_private(group: int) -> bool:
-    """Whether it is the user's own group, with nobody else in it, as many systems make one for each user."""
-    import grp
-    import pwd
-
-    try:
-        user, found = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
-    except KeyError:
-        return False
-    return found.gr_name == user.pw_name and user.pw_gid == group and set(found.gr_mem) <= {user.pw_name}
