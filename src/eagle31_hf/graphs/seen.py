@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from operator import is_
-from types import BuiltinFunctionType, FunctionType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class ModelState:
         self._here: list[Any] = []  # means something in this process alone
         self._held: list[object] = []  # compared by identity, and kept so that no other gets the same one
         self._configs: dict[int, PreTrainedConfig] = {}
-        modules = modules_of(model)
+        modules = list(model.modules())
         for module in modules:
             self._look_at(module)
         # On disk a configuration has a name of its own, so nothing of it is `told`.
@@ -94,23 +94,18 @@ class ModelState:
 
     def _look_at(self, module: nn.Module) -> None:
         kind: Any = type(module)
-        held, plain = vars(module), PLAIN
         names, is_foreign, is_model = _class_and_forward(kind, kind.forward)
         self.told += (names, module.training)
         self._held += (kind, kind.forward)
         if is_foreign:
             self.replaced.append(names)
-        if module._forward_pre_hooks or module._forward_hooks:  # most have none, and there are hundreds
-            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-                self._look_at_hook(hook)
-        for name, value in held.items():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            self._look_at_hook(hook)
+        for name, value in vars(module).items():
             if name in _OF_EVERY_MODULE or (is_model and (name[0] == "_" or name in _OF_LOADING)):
                 continue
             self.told.append(name)
-            if type(value) in plain:
-                self.told.append(value)
-            else:
-                self._tell(value, kind)
+            self._tell(value, kind)
 
     def _look_at_process(self, kinds: set[type]) -> None:
         self._tell_of_object(nn.Module.__call__, nn.Module)
@@ -194,34 +189,18 @@ def _name_of(code: Any) -> str:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-_last_seen: dict[str, tuple[list[Any], list[str]]] = {}
-
-
 def functions_of(kinds: Iterable[type]) -> tuple[list[Any], list[str]]:
     """Functions of the files that these classes stand in, and of those that all code reads; and the names of those
     that are of somebody else's code."""
-    found: tuple[list[Any], list[str]] = [], []
-    for name in sorted({kind.__module__ for kind in kinds} | {*ALWAYS_READ}):
-        if name in sys.modules:
-            values = [*map(vars(sys.modules[name]).get, _names_of_functions(name))]
-            if name not in _last_seen or not all(map(is_, _last_seen[name][0], values)):
-                _last_seen[name] = values, _replaced_in(name, values)
-            for both, of_file in zip(found, _last_seen[name], strict=True):
-                both += of_file
-    return found
-
-
-@cache
-def _names_of_functions(file: str) -> tuple[str, ...]:
-    """Those that are `None` may become one when a kernel is loaded."""
-    kinds = FunctionType, BuiltinFunctionType, type(None)
-    return tuple([name for name, value in vars(sys.modules[file]).items() if isinstance(value, kinds)])
-
-
-def _replaced_in(file: str, values: list[Any]) -> list[str]:
-    own = {*LIBRARIES, *OF_LIBRARIES, *sys.stdlib_module_names, file.partition(".")[0], "None"}
-    named = zip(_names_of_functions(file), values, strict=True)
-    return [f"{file}.{name}" for name, value in named if callable(value) and _package_of(value) not in own]
+    held, replaced = list[Any](), list[str]()
+    for file in sorted({kind.__module__ for kind in kinds} | {*ALWAYS_READ}):
+        own = {*LIBRARIES, *OF_LIBRARIES, *sys.stdlib_module_names, file.partition(".")[0], "None"}
+        for name, value in list(vars(sys.modules.get(file, ModuleType(file))).items()):
+            if callable(value) and not isinstance(value, type):
+                held.append(value)
+                if _package_of(value) not in own:
+                    replaced.append(f"{file}.{name}")
+    return held, replaced
 
 
 def autocast_of(tensor: Tensor | None) -> str:
@@ -248,24 +227,9 @@ def precision_of_products() -> list[str]:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def modules_of(*modules: nn.Module) -> list[nn.Module]:
-    """These and all within them, each once, always in the same order.
-
-    `modules()` makes their names, too, which takes three times as long.
-    """
-    found: dict[nn.Module, None] = {}
-    left = [*modules]
-    while left:
-        module = left.pop()
-        if module not in found:  # shared, or in a module that it holds itself
-            found[module] = None
-            left.extend(part for part in module._modules.values() if part is not None)
-    return list(found)
-
-
 def weights_of(*modules: nn.Module) -> list[Tensor]:
     """Parameters and buffers; those that several modules hold as often as that."""
-    held = (of for part in modules_of(*modules) for of in (part._parameters, part._buffers))
+    held = (of for part in nn.ModuleList(modules).modules() for of in (part._parameters, part._buffers))
     return [tensor for of in held for tensor in of.values() if tensor is not None]
 
 
