@@ -9,12 +9,10 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..drafter.draft_scores import RowScores, draft_scores
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.propose import DraftChoice, draft_chain
+from ..drafter.propose import BARE_CHOICE, draft_chain
 from ..drafter.session import DraftSession, positions_read_at_once
 from ..loop.pair import draft_shape
-from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
 
 
@@ -29,7 +27,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
     Args:
         drafter: attached to the target that generates.
         generation_config: of the running `generate` call.
-        logits_processor: as `generate` prepared them.
+        logits_processor: as `generate` prepared them; drafts are made without.
         stats: filled while the loop runs.
         num_assistant_tokens: of each chain; default: as the drafter's settings say.
     """
@@ -46,7 +44,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         num_assistant_tokens: int | None = None,
     ):
         self.drafter, self.binding, self.generation_config = drafter, drafter.binding, generation_config
-        self.processing, self.stats = ScoreProcessing(logits_processor), stats
+        self.stats = stats
         sampled = bool(generation_config.do_sample)
         shape = draft_shape(drafter, rows=1, sampled=sampled, depth=num_assistant_tokens, by_graphs=False)
         self.shape = shape.as_chain()
@@ -95,18 +93,12 @@ class Eagle31CandidateGenerator(CandidateGenerator):
 
     def _draft(self, input_ids: Tensor, session: DraftSession) -> Tensor:
         """`(n,)` tokens to come, none where the text is about to end or the drafter's scores are no numbers."""
-
-        def prefix(drafted: Tensor) -> Tensor:
-            return torch.cat((input_ids[0], drafted))[None]
-
         depth = min(self.shape.depth, self.generation_config.max_length - input_ids.shape[1] - 1)
         if depth < 1 or bool(session.root.logits.isnan().any()):
             return input_ids.new_empty(0)
-        row = RowScores(self.processing, prefix, 0, eos_ids=frozenset(), report=self.stats.fall_back)
-        asks = self.processing.can_fork and not self.processing.in_order
-        choice = DraftChoice(draft_scores(self.drafter, {0: row}) if asks else None)
         roots, shape = input_ids[:, -1], self.shape.cut_to(depth)
-        return self._up_to_end(draft_chain(session.root, session.step, session.draft_ids, roots, shape, choice)[0, 1:])
+        drafted = draft_chain(session.root, session.step, session.draft_ids, roots, shape, BARE_CHOICE)
+        return self._up_to_end(drafted[0, 1:])
 
     def _up_to_end(self, tokens: Tensor) -> Tensor:
         """Drafts after an end-of-sequence token are worthless, and the loop of 5.17 would keep them."""
