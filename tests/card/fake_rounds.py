@@ -173,4 +173,4 @@ def write(counting: Counting, drafter: Eagle31Drafter, text: Text, rounds: int) 
 
 
 def buffers_of(cache: Any) -> list[Tensor]:
-    return [buffer for layer in cache.attending for buffer in (layer.keys, layer.values) if layer.is_initialized]
+    return [buffer for layer in cache.layers for buffer in (layer.keys, layer.values) if layer.is_initialized]

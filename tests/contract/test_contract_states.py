@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from eagle31_hf.cache.stock import CACHE_ARGUMENT
-from eagle31_hf.loop.carried_cache import BEFORE_THE_ANSWER
 from eagle31_hf.targets.binding import cache_argument
 from families import SEEING_HYBRIDS, clamped_target
 from helpers import (
@@ -112,18 +111,18 @@ def whole(text: Tensor, more: Sequence[int] = ()) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
 def test_the_cache_of_the_last_turn_where_prompts_are_clamped(family: str) -> None:
-    """An answer in a prompt is clamped, too: turns go on from the states before it, and read no token by itself."""
+    """An answer in a prompt is clamped, too: all is read again, and no token by itself."""
     model = clamped_target(family)
     drafter = random_drafter(model, aux_layers=[1, 2, 3])
     for length in (14, 9, CHUNK + 9):
         past = {CACHE_ARGUMENT: DynamicCache(config=model.config.get_text_config())}
-        inputs, most = prompts_of([length]), length
+        inputs = prompts_of([length])
         with configured(drafter, **SHAPES["chain"], prefill_chunk_size=CHUNK):
             for _ in range(3):
                 text = greedy(model, inputs, 10, assistant_model=drafter, **past)
                 assert torch.equal(text, greedy(model, inputs, 10))
-                assert drafter.stats.prefilled_tokens <= most
-                inputs, most = whole(text, [7, 8, 9]), BEFORE_THE_ANSWER + 10 + 3
+                assert drafter.stats.prefilled_tokens == inputs["input_ids"].shape[1]
+                inputs = whole(text, [7, 8, 9])
 
 
 @pytest.mark.parametrize("family", [*SOME, "mamba2"])
@@ -137,16 +136,16 @@ def test_the_cache_of_the_last_turn(family: str) -> None:
         text = greedy(model, inputs, 10, assistant_model=drafter, **past)
         assert torch.equal(text, greedy(model, inputs, 10))
         read.append(drafter.stats.prefilled_tokens)
-    rest = BEFORE_THE_ANSWER + 10 + 3 if drafter.binding.bounds_prompts else 1 + 3
+    rest = 14 + 10 + 3 if drafter.binding.bounds_prompts else 1 + 3
     assert read == [rest, text.shape[1] - 10], "three new tokens, and the one no forward has read; then all"
     assert "do not hold for this prompt" in drafter.stats.fallbacks[0]
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1"])
 def test_ten_turns_of_which_some_rewrite_the_answer_before(family: str) -> None:
-    """Of templates that leave out what was thought: at most the last turn is read again, however short its message."""
+    """Of templates that leave out what was thought: then all is read again, else the new message, however short."""
     model, drafter, past = carried_pair(family)
-    dice, most = torch.Generator().manual_seed(0), 11
+    dice, unread = torch.Generator().manual_seed(0), 11
     said = torch.randint(3, VOCABULARY, (1, 11), generator=dice)
     asked, thought = (3, 2, 15, 3, 1, 3, 9, 2, 4, 3), (0, 0, 5, 0, 3, 5, 5, 0, 0, 5)
     with configured(drafter, **SHAPES["chain"]):
@@ -155,11 +154,11 @@ def test_ten_turns_of_which_some_rewrite_the_answer_before(family: str) -> None:
             plain = greedy(model, inputs, 12)
             with oracle_drafts(plain, said.shape[1], seed=turn):
                 assert torch.equal(greedy(model, inputs, 12, assistant_model=drafter, **past), plain)
-            assert drafter.stats.prefilled_tokens <= most, turn
+            assert drafter.stats.prefilled_tokens == unread, turn
             answer, message = plain[:, said.shape[1] :], torch.randint(3, VOCABULARY, (1, asked[turn]), generator=dice)
             said = torch.cat((said, answer[:, thought[turn] :], message), 1)
             is_read_again = thought[turn] or drafter.binding.bounds_prompts
-            most = asked[turn] + (BEFORE_THE_ANSWER + answer.shape[1] if is_read_again else 1)
+            unread = said.shape[1] if is_read_again else asked[turn] + 1
 
 
 def test_a_picture_is_seen_in_the_next_turn() -> None:

@@ -268,15 +268,14 @@ def test_as_many_ways_to_sample_as_clients_ask_for(
         assert recorder.recorded == recorded
 
 
-def test_graphs_of_the_way_that_was_met_first_make_room(
+def test_graphs_go_where_there_are_too_many(
     pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "MOST_SAMPLING_SETTINGS", 3)
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 5)
     for temperature in (0.4, 0.6, 0.4, 0.8, 1.0, 0.4):
         how = {**SAMPLING, "temperature": temperature}
         assert_plain(pair, **how)
-        made = [key for key in Pair.of(pair).graphs.keys if key.kind == "advance"]
-        assert len({key.sampling for key in made}) <= 3
+        assert 0 < len(Pair.of(pair).graphs.keys) <= 5
     assert pair.stats.fallbacks == []
 
 

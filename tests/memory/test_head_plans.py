@@ -47,7 +47,7 @@ def test_weights_and_cache_are_those_of_the_loaded_head(pair) -> None:
     session = DraftSession(drafter, batch_size=1, capacity=64, block=9)
     width = target.config.hidden_size
     session.absorb(torch.arange(9)[None], torch.randn(1, 9, width), [9])
-    kept = sum(layer.num_bytes for layer in session.cache.attending)
+    kept = sum(layer.num_bytes for layer in session.cache.layers)
     assert facts.count(Forward(9, 64, block=session.cache.block)).cache == kept > 0
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.cache.stock import CACHE_ARGUMENT, StateSnapshot
+from eagle31_hf.cache.stock import CACHE_ARGUMENT, LayerStates
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.memory.cards import Card
@@ -30,7 +30,7 @@ FAMILIES = ("qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1", "kimi_linear", "b
 
 
 def states_of(ledger: tuple[LedgerTerm, ...], moment: str) -> int:
-    """What caches hold: without the snapshot, and what comes and goes while states are rebuilt."""
+    """What caches hold: without copies, and what comes and goes while states are rebuilt."""
     held = {"target states", "target states, of a block", "target states, recorded"}
     return sum(term.num_bytes for term in ledger if term.name in held and moment in term.moments)
 
@@ -84,28 +84,27 @@ def test_keys_and_values_are_those_of_layers_that_attend(family: str) -> None:
     stock = DynamicCache(config=config.get_text_config())
     model(torch.tensor([[5, 6, 7]]), **{CACHE_ARGUMENT: stock})
     cache.load_dynamic(stock)
-    held = sum(layer.num_bytes for layer in cache.attending)
+    held = sum(layer.num_bytes for layer in cache.layers)
     assert planned == held
 
 
-def test_a_snapshot_is_within_its_term() -> None:
+def test_states_that_are_handed_over_are_within_their_term() -> None:
     target = recurrent_target("qwen3_5_text")
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
     ids = torch.randint(3, 96, (1, 20), generator=torch.Generator().manual_seed(0))
     cache = DynamicCache(config=target.config)
-    taken: list[StateSnapshot] = []
-    own = SpeculativeCache.held_states
+    taken: list[LayerStates] = []
+    own = SpeculativeCache.held_row
 
-    def held_states(cache: SpeculativeCache) -> StateSnapshot:
-        taken.append(own(cache))
+    def held_row(cache: SpeculativeCache, row: int) -> LayerStates:
+        taken.append(own(cache, row))
         return taken[-1]
 
-    with configured(drafter, num_assistant_tokens=4), mock.patch.object(SpeculativeCache, "held_states", held_states):
+    with configured(drafter, num_assistant_tokens=4), mock.patch.object(SpeculativeCache, "held_row", held_row):
         target.generate(ids, max_new_tokens=4, pad_token_id=0, assistant_model=drafter, **{CACHE_ARGUMENT: cache})
-    (snapshot,) = taken
-    found = sum(state.nbytes for states in snapshot.states.values() for state in states.values())
-    (term,) = [t for t in ledger_of(drafter, MemorySettings(40)) if t.name == "target states, snapshots"]
-    assert found == term.num_bytes / 2
+    found = sum(state.nbytes for layers in taken for layer in layers.values() for state in layer.states.values())
+    (term,) = [t for t in ledger_of(drafter, MemorySettings(40)) if t.name == "target states, copies"]
+    assert found == term.num_bytes / 2, "and as much in the cache that is handed over"
 
 
 AS_LARGE_AS_REAL_ONES: dict[str, dict[str, int]] = {

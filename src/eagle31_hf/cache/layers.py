@@ -154,7 +154,7 @@ class SlotLayer(CacheLayerMixin):
     @property
     def visible_slots(self) -> int:
         """Slots that take part in the placed forward, from the first on."""
-        return self.placement.visible_slots if self.ring is None else self.ring + self.placement.block_end
+        return self.placement.visible_slots if self.ring is None else self.ring + self.placement.block_slots
 
     def copy(self, moves: SlotMoves) -> None:
         source, target, *rows = moves.on(self.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .placement import Placement
 from .spans import LayerKind, LayerKinds
@@ -37,7 +38,7 @@ def full_mask(slots: Tensor, num_slots: int, ancestors: Tensor | None, dtype: to
 def window_mask(
     kind: LayerKind, placement: Placement, depths: Tensor, visible: Tensor, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """Mask `(B, 1, T, ring + M)` of a windowed layer, over its ring slots and then the block.
+    """Mask `(B, 1, T, ring + block slots)` of a windowed layer, over its ring slots and then the block.
 
     Args:
         depths: of every node of the block, `(1 or B, M)`; the last `T` are the queries.
@@ -52,6 +53,8 @@ def window_mask(
     held = lengths - 1 - (lengths - 1 - slots) % kind.ring  # (b, R)
     in_ring = kind.reaches(queries, held[:, None]) & (held >= 0)[:, None]  # (b, T, R)
     in_block = kind.reaches(queries, positions[:, None]) & visible  # (b, T, M)
+    if unused := placement.block_slots - in_block.shape[2]:
+        in_block = F.pad(in_block, (0, unused))
     batch_size = max(len(in_ring), len(in_block))
     hidden = ~torch.cat([part.expand(batch_size, -1, -1) for part in (in_ring, in_block)], dim=-1)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=lengths.device)

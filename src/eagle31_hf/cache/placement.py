@@ -157,6 +157,11 @@ class Placement:
         return self.after + self.num_tokens
 
     @property
+    def block_slots(self) -> int:
+        """Slots behind its ring that take part in attention where a layer sees a window."""
+        return self.block_end
+
+    @property
     def chain_slots(self) -> Tensor:
         """Slots `(B, T)` of the placed tokens."""
         return self.lengths_tensor[:, None] + torch.arange(self.after, self.block_end, device=self.device)

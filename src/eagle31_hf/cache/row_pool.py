@@ -56,7 +56,7 @@ class RowPool(SpeculativeCache):
     def _shrink(self) -> None:
         """Let the last text's memory go: graphs are kept for rows that are as long as their texts need."""
         self.placement.reserved_slots = 0
-        for layer in self.attending:
+        for layer in self.layers:
             layer.is_initialized = False
 
     def leave(self, place: int) -> int:
@@ -90,7 +90,7 @@ def resume_row(cache: SpeculativeCache, pool: RowPool, place: int, length: int) 
 def copy_row(source: SpeculativeCache, row: int, target: SpeculativeCache, place: int, length: int) -> None:
     """Copy a row's first `length` tokens, and the states after them, from one cache to another of the same kind."""
     target._reserve(max(length, 1))
-    for own, other in zip(target.attending, source.attending, strict=True):
+    for own, other in zip(target.layers, source.layers, strict=True):
         own.adopt_layout(other)
     for states, others in zip(target.with_states, source.with_states, strict=True):
         states.adopt_states(others)
@@ -100,7 +100,7 @@ def copy_row(source: SpeculativeCache, row: int, target: SpeculativeCache, place
 
 def wipe_row(cache: SpeculativeCache, place: int) -> None:
     """Leave nothing of what was ever written to a row; how long it is does not change."""
-    for layer in cache.attending:
+    for layer in cache.layers:
         for storage in layer.storages:
             storage[place].zero_()
     for states in cache.with_states:

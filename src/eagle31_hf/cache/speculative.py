@@ -33,8 +33,8 @@ from .placement import Placement
 from .slot_moves import slot_moves
 from .spans import LayerKind, LayerKinds, kinds_from_config, refuse_scaling_by_slot
 from .state_tape import LastNodes
-from .states import Settle, StatefulLayer, StateLayer, settle_states
-from .stock import HeldLayer, LayerStates, StateSnapshot, held_length, read_stock_layers
+from .states import Settle, StateLayer, settle_states
+from .stock import HeldLayer, LayerStates, held_length, read_stock_layers
 
 SMALL_SLAB = 256
 """Slots a cache grows by once memory has run out."""
@@ -54,7 +54,7 @@ class SpeculativeCache(Cache):
 
     """
 
-    layers: list[Any]  # `SlotLayer`, `StateLayer` or `StatefulLayer`
+    layers: list[SlotLayer]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -72,12 +72,11 @@ class SpeculativeCache(Cache):
         self.placement = Placement(batch_size, min(block, capacity), self.device)
         self.position_offsets: Tensor | None = None  # (A, B): what a row's slots are short of its positions, by axis
         in_eight_bits = cache_type == "int8"
-        layers = [
+        layers: list[Any] = [
             make_layer(kind, index, self.placement, in_eight_bits=in_eight_bits)
             for index, kind in enumerate(self.kinds.layers)
         ]
-        self.attending: list[SlotLayer] = [layer for layer in layers if isinstance(layer, SlotLayer)]
-        self.with_states: list[StateLayer] = [layer for layer in layers if isinstance(layer, StateLayer)]
+        self.with_states = [layer for layer in layers if isinstance(layer, StateLayer)]
         super().__init__(layers=layers)
 
     @classmethod
@@ -97,7 +96,7 @@ class SpeculativeCache(Cache):
 
         Before anything is written.
         """
-        for index, layer in enumerate(self.attending):
+        for index, layer in enumerate(self.layers):
             layer.allocate = partial(kept.storages, (name, index))
         for states in self.with_states:
             states.make_state = partial(kept.state, (name, states.index))
@@ -120,7 +119,7 @@ class SpeculativeCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for keys, values and states."""
-        return sum([layer.num_bytes for layer in self.attending] + [layer.state_bytes for layer in self.with_states])
+        return sum([layer.num_bytes for layer in self.layers] + [layer.state_bytes for layer in self.with_states])
 
     @property
     def has_states(self) -> bool:
@@ -165,7 +164,7 @@ class SpeculativeCache(Cache):
         Call after `place`: what earlier forwards of the round wrote moves along.
         """
         self._reserve(num_slots)
-        for layer in self.attending:
+        for layer in self.layers:
             layer.make_room()
 
     def release(self) -> None:
@@ -180,11 +179,6 @@ class SpeculativeCache(Cache):
     def block(self) -> int:
         """Most tokens written between two commits."""
         return self.placement.block
-
-    def mask_widths(self, num_slots: int) -> dict[str, int]:
-        """Slots behind each mask, by layer type, where so many of full layers are looked at."""
-        kinds = self.kinds.by_mask.items()
-        return {name: num_slots if kind.ring is None else kind.ring + self.block for name, kind in kinds}
 
     @property
     def has_windows(self) -> bool:
@@ -245,7 +239,7 @@ class SpeculativeCache(Cache):
         if self.has_states and lengths != before:
             settle(self.with_states, LastNodes(self.placement.last_state_nodes(nodes), self.device))
         moves = {ring: slot_moves(before, nodes, ring, self.device) for ring in (None, *self.kinds.rings)}
-        for layer in self.attending if any(moves.values()) else ():
+        for layer in self.layers if any(moves.values()) else ():
             needed = moves[layer.ring]
             if needed is not None and layer.is_initialized:
                 layer.copy(needed)
@@ -262,7 +256,7 @@ class SpeculativeCache(Cache):
 
     def row_tensors(self, length: int) -> list[Tensor]:
         """Where rows of at most `length` tokens lie, live or not: `(rows, ...)` each."""
-        slots = [tensor for layer in self.attending for tensor in layer.row_tensors(length)]
+        slots = [tensor for layer in self.layers for tensor in layer.row_tensors(length)]
         return slots + [state for layer in self.with_states for state in layer.state_buffers]
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -276,26 +270,20 @@ class SpeculativeCache(Cache):
         self.offset_positions(None if offsets is None else offsets[:, rows])
         self.placement.set_rows([lengths[row] for row in rows])
         self.placement.reserved_rows = len(rows)
-        for layer in self.attending:
+        for layer in self.layers:
             layer.allocate = new_storages  # what is lent has room for all rows, and the next text will want it
 
     # In and out ------------------------------------------------------------------------------------------------------
 
     def load_dynamic(
-        self,
-        dynamic: DynamicCache,
-        padding: Sequence[int] | None = None,
-        *,
-        length: int | None = None,
-        snapshot: StateSnapshot | None = None,
+        self, dynamic: DynamicCache, padding: Sequence[int] | None = None, *, length: int | None = None
     ) -> None:
         """Take over what a plain `generate` left in its cache.
 
         Args:
             dynamic: that cache.
             padding: pads in front of each row, which are left there; default: none.
-            length: first tokens to take, of windows that have slid all; default: all.
-            snapshot: states that may be those after so many.
+            length: first tokens to take, of windows that have slid and of states all; default: all.
 
         Raises:
             UnsupportedGenerationError: its layers are of another kind (quantised, static, recurrent), its batch is
@@ -310,35 +298,23 @@ class SpeculativeCache(Cache):
         for index, content in held.items():
             layer = self.layers[index]
             if content.keys is not None and content.values is not None:
-                assert isinstance(layer, SlotLayer)
                 layer.load(content.keys[:, :, :length], content.values[:, :, :length], lengths)
             if content.states:
                 assert isinstance(layer, StateLayer)
-                if snapshot is not None and snapshot.length == length:
-                    layer.load_states(snapshot.states[index])
-                else:
-                    layer.load_states(content.states)
+                layer.load_states(content.states)
         self.placement.set_lengths(lengths)
-
-    def held_states(self) -> StateSnapshot:
-        """The states of all rows, which are of equal length, as copies."""
-        return StateSnapshot(self.lengths[0], {layer.index: layer.held_states() for layer in self.with_states})
 
     def held_row(self, row: int) -> LayerStates:
         """What layers hold of one row, oldest token first; views where they can be."""
         held = {}
         for index, layer in enumerate(self.layers):
-            keys = values = None
-            if isinstance(layer, SlotLayer) and layer.is_initialized:
-                keys, values = layer.held(self.lengths[row], row)
+            keys, values = layer.held(self.lengths[row], row) if layer.is_initialized else (None, None)
             held[index] = HeldLayer(keys, values, layer.held_states(row) if isinstance(layer, StateLayer) else {})
         return {index: layer for index, layer in held.items() if not layer.is_empty}
 
 
-def make_layer(kind: LayerKind, index: int, placement: Placement, *, in_eight_bits: bool) -> Any:
+def make_layer(kind: LayerKind, index: int, placement: Placement, *, in_eight_bits: bool) -> SlotLayer:
     """An empty layer of this kind."""
     if not kind.num_states:
         return SlotLayer(placement, kind.ring, in_eight_bits=in_eight_bits)
-    if not kind.attends:
-        return StateLayer(placement, num_states=kind.num_states, index=index)
-    return StatefulLayer(placement, kind.ring, in_eight_bits=in_eight_bits, num_states=kind.num_states, index=index)
+    return StateLayer(placement, kind.ring, in_eight_bits=in_eight_bits, num_states=kind.num_states, index=index)

@@ -46,8 +46,8 @@ class BlockTrace(NamedTuple):
     recorded: Recorded | None
 
 
-class StateLayer(LinearAttentionLayer):
-    """A layer of states alone; see `StatefulLayer` for one that attends, too.
+class StateLayer(LinearAttentionLayer, SlotLayer):  # type: ignore[misc]
+    """A layer of states, and of keys and values beside them where it attends, too.
 
     What mixers call (`update_conv_state`, `update_recurrent_state`) is transformers' own code over the states handed
     out: mixers of some versions read `conv_states` and `recurrent_states` themselves.
@@ -55,10 +55,15 @@ class StateLayer(LinearAttentionLayer):
 
     conv_states: MutableMapping[int, Tensor | None]  # type: ignore[assignment]
     recurrent_states: MutableMapping[int, Tensor | None]  # type: ignore[assignment]
+    is_compileable = False  # type: ignore[assignment]
+    is_croppable = False  # type: ignore[assignment]
 
-    def __init__(self, placement: Placement, *, num_states: int, index: int):
+    def __init__(
+        self, placement: Placement, ring: int | None, *, in_eight_bits: bool = False, num_states: int, index: int
+    ):
+        SlotLayer.__init__(self, placement, ring, in_eight_bits=in_eight_bits)
         LinearAttentionLayer.__init__(self, number_of_states=num_states)
-        self.placement, self.index = placement, index
+        self.index = index
         self.conv_states = _HandedOut(self, CONVOLUTION)
         self.recurrent_states = _HandedOut(self, RECURRENT)
         self.make_state: Callable[[StateKey, Tensor], Tensor] = lambda _, like: like.new_zeros(like.shape)
@@ -176,14 +181,17 @@ class StateLayer(LinearAttentionLayer):
             return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
         return recurrent_states
 
-    def lazy_initialization(
+    def lazy_initialization(  # type: ignore[override]
         self,
+        *keys_and_values: Tensor,
         conv_states: Tensor | None = None,
         recurrent_states: Tensor | None = None,
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> None:
-        """Own what a mixer is about to write for the first time."""
+        """Own what is about to be written first: keys and values, given by position, or a state, given by name."""
+        if keys_and_values:
+            SlotLayer.lazy_initialization(self, *keys_and_values)
         if conv_states is not None:
             size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
             self._own((CONVOLUTION, state_idx), conv_states.new_empty((*conv_states.shape[:-1], size)))
@@ -219,10 +227,9 @@ class StateLayer(LinearAttentionLayer):
         self._after = {}
         self.forget_block()
 
-    def held_states(self, row: int | None = None) -> dict[StateKey, Tensor]:
-        """What is committed of one row, `(1, ...)`, or of all, as copies."""
-        rows = slice(0, self.placement.batch_size) if row is None else slice(row, row + 1)
-        return {key: state[rows].clone() for key, state in self._committed.items()}
+    def held_states(self, row: int) -> dict[StateKey, Tensor]:
+        """What is committed of one row, `(1, ...)`, as copies."""
+        return {key: state[row : row + 1].clone() for key, state in self._committed.items()}
 
     def load_states(self, states: Mapping[StateKey, Tensor]) -> None:
         """Take over states of all rows."""
@@ -292,21 +299,3 @@ class _HandedOut(dict[int, "Tensor | None"]):
         assert held is not None, "lazy_initialization() comes before a write"
         assert state is not None, "a state is written, not taken away"
         held.copy_(state)
-
-
-class StatefulLayer(StateLayer, SlotLayer):  # type: ignore[misc]
-    """A layer that attends and keeps states beside keys and values."""
-
-    is_compileable = False
-    is_croppable = False
-
-    def __init__(self, placement: Placement, ring: int | None, *, in_eight_bits: bool, num_states: int, index: int):
-        SlotLayer.__init__(self, placement, ring, in_eight_bits=in_eight_bits)
-        StateLayer.__init__(self, placement, num_states=num_states, index=index)
-
-    def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:  # type: ignore[override]
-        """For keys and values, given by position, or for a state, given by name."""
-        if keys_and_values:
-            SlotLayer.lazy_initialization(self, *keys_and_values)
-        else:
-            StateLayer.lazy_initialization(self, **states)

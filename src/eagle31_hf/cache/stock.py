@@ -53,14 +53,6 @@ class HeldLayer:
         return len(next(iter(self.states.values())) if self.keys is None else self.keys)
 
 
-@dataclass(frozen=True)
-class StateSnapshot:
-    """States of all rows after their first `length` tokens, by layer. Plain tensors: it can be copied and pickled."""
-
-    length: int
-    states: Mapping[int, Mapping[StateKey, Tensor]]
-
-
 LayerStates = dict[int, HeldLayer]
 """What layers hold, by layer index; layers that hold nothing are absent."""
 

@@ -53,14 +53,6 @@ class DraftNodes(NamedTuple):
         return tree if depth is None else tree.cut_to(depth)
 
 
-class Drafted(NamedTuple):
-    """A draft, and by what its graph is checked: the logits `(B, k, Vd)` of its first step; of a chain of one token,
-    for which there is no step, those it was chosen by."""
-
-    checked: Tensor
-    nodes: DraftNodes
-
-
 def draft_step(
     drafter: Eagle31Drafter,
     tokens: Tensor,
@@ -70,8 +62,8 @@ def draft_step(
     ancestors: Tensor | None,
     cache: FixedShapeCache,
 ) -> DraftState:
-    """Of `T` positions of one depth, which see what `FixedShapeCache.mask` says."""
-    mask = cache.at(slots).mask(feedback.dtype, ancestors)
+    """Of `T` positions of one depth, which see what `FixedShapeCache.masks` says."""
+    mask = cache.at(slots).masks(feedback.dtype, ancestors)
     out = drafter.decode(drafter.embed(tokens), feedback, rotary, mask, cache)
     return DraftState(drafter.draft_logits(out.normed), out.feedback)
 
@@ -95,7 +87,7 @@ def absorb_step(
 ) -> DraftState:
     """What `DraftSession.read` computes, of positions padded to one number."""
     hidden = drafter.fuse_aux(aux)
-    mask = cache.at(slots).mask(hidden.dtype)
+    mask = cache.at(slots).masks(hidden.dtype)
     out = drafter.decode(drafter.embed(tokens), hidden, rotary, mask, cache)
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     logits = drafter.draft_logits(out.normed[rows, last][:, None])  # (B, 1, Vd)
@@ -173,14 +165,10 @@ class DraftInputs(NamedTuple):
 
 
 class DraftInGraph:
-    """Steps within a step: a whole draft is then made as by eager code.
-
-    Attributes:
-        checked: see `Drafted`.
-    """
+    """Steps within a step: a whole draft is then made as by eager code."""
 
     def __init__(self, drafter: Eagle31Drafter, told: DraftInputs, levels: int, cache: FixedShapeCache):
-        self.drafter, self.checked = drafter, told.root.logits
+        self.drafter = drafter
         self._slots, self._cache = told.slots, cache
         self._cos, self._sin = rotary_of(drafter, told.slots, levels, told.rotary)
 
@@ -190,20 +178,16 @@ class DraftInGraph:
         """As `DraftSession.step`."""
         slots, here = self._slots[:, after : after + tokens.shape[1]], slice(depth, depth + 1)
         rotary = self._cos[:, here], self._sin[:, here]
-        state = draft_step(self.drafter, tokens, feedback, slots, rotary, ancestors, self._cache)
-        if depth == 0:
-            self.checked = state.logits
-        return state
+        return draft_step(self.drafter, tokens, feedback, slots, rotary, ancestors, self._cache)
 
 
 def whole_step(
     drafter: Eagle31Drafter, shape: DraftShape, choosing: GraphChoice, told: DraftInputs, cache: FixedShapeCache
-) -> Drafted:
+) -> DraftNodes:
     """A whole draft of this shape. The last token of a chain is not stepped over, though it has a slot."""
     steps, choice = DraftInGraph(drafter, told, shape.stepped_levels, cache), choosing.of_drafts(told.by)
     made_of = told.root, steps.step, drafter.draft_ids, told.roots, shape, choice
-    nodes = DraftNodes.of(grow_tree(*made_of), shape) if shape.is_tree else DraftNodes(draft_chain(*made_of))
-    return Drafted(steps.checked, nodes)
+    return DraftNodes.of(grow_tree(*made_of), shape) if shape.is_tree else DraftNodes(draft_chain(*made_of))
 
 
 # --- a session by graphs ----------------------------------------------------------------------------------------------
@@ -260,30 +244,20 @@ class CompiledDrafting:
     def step(
         self, tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor | None = None
     ) -> DraftState:
-        """As `DraftSession.step`."""
-        rows, size = tokens.shape
-        width = 1 << (size - 1).bit_length()  # few sizes, for graphs
+        """As `DraftSession.step`, compiled for chains: trees are made whole."""
         eager = partial(self.session.step, tokens, feedback, after=after, depth=depth, ancestors=ancestors)
-        self.session.cache.place(size, after=after)
-        if not self.inputs.make_room(after + width):
+        self.session.cache.place(tokens.shape[1], after=after)
+        if ancestors is not None or not self.inputs.make_room(after + 1):
             return eager()
-        if ancestors is not None:
-            ancestors = padded(ancestors, width, after + width)
-        output = self.graphs.run_or_eager(
-            GraphKey("step", rows, width, (self.inputs.num_slots, None if ancestors is None else after)),
+        slots, rotary = partial(self.inputs.slots, 1, after=after), partial(self.session.rotary_at, depth)
+        state: DraftState = self.graphs.run_or_eager(
+            GraphKey("step", len(tokens), 1, (self.inputs.num_slots,)),
             partial(draft_step, self.drafter),
-            lambda: (
-                padded(tokens, width),
-                padded(feedback, width, feedback.shape[-1]),
-                self.inputs.slots(width, after=after),
-                self.session.rotary_at(depth),
-                ancestors,
-                self.inputs.fixed,
-            ),
+            lambda: (tokens, feedback, slots(), rotary(), None, self.inputs.fixed),
             eager,
             pays=self.inputs.rows_pay,
         )
-        return DraftState(output.logits[:, :size], output.feedback[:, :size])
+        return state
 
     def rotary(self, count: int) -> Rotary | None:
         """Tables of the next positions for a graph that cannot make them itself."""
@@ -311,7 +285,7 @@ class CompiledDrafting:
             return None
         kind, size = ("tree", shape.nodes) if shape.is_tree else ("chain", shape.depth)
         key_shape = shape.depth, shape.top_k, self.inputs.num_slots
-        drafted: Drafted | None = self.graphs.run_or_eager(
+        drafted: DraftNodes | None = self.graphs.run_or_eager(
             GraphKey(kind, len(roots), size, key_shape, choosing.key),
             partial(whole_step, self.drafter, shape, choosing),
             lambda: (
@@ -321,4 +295,4 @@ class CompiledDrafting:
             lambda: None,
             pays=self.inputs.rows_pay,
         )
-        return None if drafted is None else drafted.nodes.to_tree(shape, depth)
+        return None if drafted is None else drafted.to_tree(shape, depth)

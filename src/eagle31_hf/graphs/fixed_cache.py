@@ -20,10 +20,9 @@ from transformers.cache_utils import Cache
 
 from ..cache.graph_sizes import slot_bucket
 from ..cache.layers import SlotLayer
-from ..cache.masks import full_mask
+from ..cache.masks import block_masks
 from ..cache.placement import Placement
 from ..cache.row_pool import RowPool
-from ..cache.slot_moves import DeviceCopies
 from ..cache.speculative import SpeculativeCache
 from ..cache.state_tape import Recorded
 from ..cache.states import BlockTrace, StateLayer
@@ -32,14 +31,26 @@ from ..errors import UnsupportedGenerationError
 
 
 class FixedPlacement(Placement):
-    """Of blocks whose slots are given, as a tensor, before each forward of a step."""
+    """Of blocks whose slots are given, as a tensor, before each forward of a step; all slots of buffers are seen."""
 
     start = None  # type: ignore[assignment]
+    chain_slots: Tensor = None  # type: ignore[assignment]
+    visible_slots = 0  # type: ignore[assignment]
 
-    def place_at(self, slots: Tensor) -> None:
-        """The next forward is a chain that writes `slots (B, T)` of full layers. Host arithmetic only."""
-        rows, self.num_tokens = torch.arange(len(slots), device=slots.device)[:, None], slots.shape[1]
-        self._slots = DeviceCopies(rows, slots)
+    def place_at(self, slots: Tensor, visible_slots: int) -> None:
+        """The next forward writes `slots (B, T)` of full layers, one behind the other. Host arithmetic only."""
+        self.set_lengths([1] * len(slots))  # of states, all that counts is that they have begun
+        self.chain_slots, self.num_tokens, self.device = slots, slots.shape[1], slots.device
+        self.visible_slots, self.rows_alike = visible_slots, False
+        _ = self.slots  # made before the first layer, which else would compute something else than its like
+
+    @property
+    def lengths_tensor(self) -> Tensor:
+        return self.chain_slots[:, 0]
+
+    @property
+    def block_slots(self) -> int:
+        return self.block
 
 
 class FixedLayer(SlotLayer):
@@ -62,18 +73,15 @@ class FixedLayer(SlotLayer):
         """All slots `(B, heads, slots, D)`."""
         return self.keys, self.values
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
-        raise UnsupportedGenerationError("a compiled forward cannot allocate; run an eager one first")
-
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         # The answer would be frozen into the graph: right this round, wrong in the next.
-        raise UnsupportedGenerationError("the target asks its cache how long it is, which compiled code cannot follow")
+        raise UnsupportedGenerationError("the target asks its cache for its length or for memory, which graphs cannot")
 
-    get_mask_sizes = get_seq_length = _refuse
+    get_mask_sizes = get_seq_length = lazy_initialization = _refuse
 
 
-class FixedStates(StateLayer):
-    """The committed states of one `StateLayer`.
+class FixedStates(FixedLayer, StateLayer):  # type: ignore[misc]
+    """The committed states of one `StateLayer`, and its keys and values if it attends.
 
     Args:
         placement: of the blocks that steps read.
@@ -81,7 +89,7 @@ class FixedStates(StateLayer):
     """
 
     def __init__(self, placement: Placement, source: StateLayer):
-        StateLayer.__init__(self, placement, num_states=source.number_of_states, index=source.index)
+        StateLayer.__init__(self, placement, source.ring, num_states=source.number_of_states, index=source.index)
 
     def take_states(self, source: StateLayer) -> None:
         """Stand for the states that this layer has committed of its rows."""
@@ -98,22 +106,6 @@ class FixedStates(StateLayer):
 
     @property
     def step_buffers(self) -> list[Tensor]:
-        """What steps read, always in one order."""
-        return self.state_buffers
-
-
-class FixedStatefulLayer(FixedStates, FixedLayer):  # type: ignore[misc]
-    """Keys, values and states of a layer that has all of them."""
-
-    is_compileable = False  # type: ignore[misc]
-    is_croppable = False  # type: ignore[misc]
-
-    def __init__(self, placement: Placement, source: StateLayer, ring: int | None):
-        FixedLayer.__init__(self, placement, ring)
-        FixedStates.__init__(self, placement, source)
-
-    @property
-    def step_buffers(self) -> list[Tensor]:
         return [*self.storages, *self.state_buffers]
 
 
@@ -124,33 +116,23 @@ class FixedShapeCache(Cache):
     """
 
     takes_outputs = False
-    layers: list[FixedLayer | FixedStates]  # type: ignore[assignment]
+    layers: list[FixedLayer]  # type: ignore[assignment]
 
     def __init__(self, source: SpeculativeCache):
-        self.kinds = source.kinds
-        self.placement = FixedPlacement(source.batch_size, source.block, source.device)
-        super().__init__(layers=[self._stand_in(layer) for layer in source.layers])
-
-    def _stand_in(self, layer: Any) -> Any:
-        if not isinstance(layer, StateLayer):
-            return FixedLayer(self.placement, layer.ring)
-        if not isinstance(layer, SlotLayer):
-            return FixedStates(self.placement, layer)
-        return FixedStatefulLayer(self.placement, layer, layer.ring)
-
-    @property
-    def with_states(self) -> list[FixedStates]:
-        return [layer for layer in self.layers if isinstance(layer, FixedStates)]
-
-    @property
-    def has_states(self) -> bool:
-        return bool(self.with_states)
+        placement = FixedPlacement(source.batch_size, source.block, source.device)
+        self.kinds, self.placement = source.kinds, placement
+        layers: list[Any] = [
+            FixedStates(placement, layer) if isinstance(layer, StateLayer) else FixedLayer(placement, layer.ring)
+            for layer in source.layers
+        ]
+        super().__init__(layers=layers)
+        self.with_states = [layer for layer in layers if isinstance(layer, FixedStates)]
 
     def at(self, slots: Tensor) -> FixedShapeCache:
-        """These buffers, whose next forward is a chain that writes `slots (B, T)` of full layers."""
-        self.placement.set_lengths([1] * len(slots))  # of states, all that counts is that they have begun
-        self.placement.place_at(slots)
-        if self.has_states:
+        """These buffers, whose next forward writes `slots (B, T)` of full layers."""
+        full = [layer for layer in self.layers if layer.is_initialized and layer.ring is None]
+        self.placement.place_at(slots, full[0].keys.shape[2] if full else 0)
+        if self.with_states:
             self.placement.read_states(None, is_draft=True)
         for layer in self.with_states:
             layer.release_block()
@@ -175,26 +157,13 @@ class FixedShapeCache(Cache):
         for fixed, layer in zip(self.layers, source.layers, strict=True):
             if isinstance(fixed, FixedStates) and isinstance(layer, StateLayer):
                 fixed.take_states(layer)
-            if isinstance(fixed, FixedLayer) and isinstance(layer, SlotLayer) and layer.is_initialized:
+            if layer.is_initialized:
                 # A layer that shares another's keys and values has none.
                 fixed.take(layer, num_slots if fixed.ring is None else layer.num_slots)
 
-    @property
-    def _attending(self) -> list[FixedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, FixedLayer) and layer.is_initialized]
-
-    def masks(self, dtype: torch.dtype, ancestors: Tensor | None) -> Tensor | dict[str, Tensor | None] | None:
-        """`mask` for all layers as the model takes it; `None` where no layer attends."""
-        mask = self.mask(dtype, ancestors) if self._attending else None
-        if self.kinds.types is None:
-            return mask
-        return {name: mask if kind.attends else None for name, kind in self.kinds.by_mask.items()}
-
-    def mask(self, dtype: torch.dtype, ancestors: Tensor | None = None) -> Tensor:
-        """Made in the graph: `full_mask` of what is written, over all slots of full layers."""
-        keys = self._attending[0].keys
-        _, slots = self.placement.slots.on(keys.device)
-        return full_mask(slots, keys.shape[2], ancestors, dtype)
+    def masks(self, dtype: torch.dtype, ancestors: Tensor | None = None, depths: Tensor | None = None) -> Any:
+        """As `SpeculativeCache.attention_mask`, made in the graph, over all slots."""
+        return block_masks(self.kinds, self.placement, ancestors, depths, dtype, none_is_causal=False)
 
 
 class CommittedStates:
@@ -263,7 +232,8 @@ class GraphInputs:
     @property
     def mask_widths(self) -> dict[str, int]:
         """Slots that graphs look at behind each mask, by layer type."""
-        return self.cache.mask_widths(self.num_slots)
+        kinds, block = self.cache.kinds.by_mask.items(), self.cache.block
+        return {name: self.num_slots if kind.ring is None else kind.ring + block for name, kind in kinds}
 
     def slots(self, num_tokens: int, *, after: int = 0) -> Tensor:
         """Slots `(B, T)` of tokens `after ... after + num_tokens - 1` of each row's block, in the present buffers."""
@@ -272,9 +242,9 @@ class GraphInputs:
         return on_device(slots, self.cache.device)
 
 
-def padded(tensor: Tensor, *sizes: int, value: float = 0.0) -> Tensor:
+def padded(tensor: Tensor, *sizes: int) -> Tensor:
     """The tensor, its last dimensions filled up to these sizes. Nothing reads what is behind, or a mask hides it."""
     missing = [size - own for size, own in zip(sizes, tensor.shape[-len(sizes) :], strict=True)]
     if not any(missing):
         return tensor
-    return F.pad(tensor, [pad for size in reversed(missing) for pad in (0, size)], value=value)
+    return F.pad(tensor, [pad for size in reversed(missing) for pad in (0, size)])

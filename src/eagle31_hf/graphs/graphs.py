@@ -22,8 +22,8 @@ from .steps import GraphKey, GraphMaker, OtherInputsError, RecordingFailedError,
 
 logger = logging.getLogger(__name__)
 
-MOST_SAMPLING_SETTINGS = 24
-"""Sampling settings (and greedy) that graphs of a kind of step are kept for; one more, and those of the oldest go."""
+MOST_GRAPHS = 1024
+"""Of one state of a target. One more, and all go: clients may ask for ever other sampling settings."""
 
 MOST_STATES = 2
 """States of a target whose graphs are kept: with an adapter and without it."""
@@ -127,7 +127,8 @@ class Graphs:
 
     def _make(self, key: GraphKey, step: Step, filled: tuple, outputs: Any) -> Any:
         """The eager `outputs`, with which the new graph agrees or is given up."""
-        self._make_room(key)
+        if len(self._steps) >= MOST_GRAPHS:
+            self._steps.clear()
         try:
             outputs = step(*filled) if outputs is None else outputs
             made = self.maker.make(key, step, filled, outputs)
@@ -140,13 +141,6 @@ class Graphs:
         except Exception as failure:  # whatever a compiler stumbles over, the text must go on
             self.give_up(failure, self.maker.failure)
         return outputs
-
-    def _make_room(self, key: GraphKey) -> None:
-        """Let graphs of this kind go that choose tokens in the way that was met first, where there are many."""
-        alike = [known for known in self.keys if known.kind == key.kind]
-        settings = list(dict.fromkeys(known.sampling for known in alike))
-        if key.sampling not in settings and len(settings) >= MOST_SAMPLING_SETTINGS:
-            self.forget(known for known in alike if known.sampling == settings[0])
 
     def drop(self, reason: str) -> None:
         """Let all graphs go, the memory they write in and their copies of weights; texts that hold these graphs are
@@ -171,7 +165,8 @@ class Graphs:
 
 
 def _numbers_in(outputs: Any) -> list[Tensor]:
-    """Scores, hidden states and what recurrent states are moved on by; tokens may differ where scores tie."""
+    """Scores, hidden states and what recurrent states are moved on by; tokens may differ where scores tie, so drafts
+    alone are taken as they are."""
     return [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
 
 
@@ -180,7 +175,7 @@ def _require_agreement(found: list[Tensor], expected: list[Tensor]) -> None:
     if len(found) != len(expected):
         raise ArithmeticError(f"the compiled step gives {len(found)} tensors to compare; wanted {len(expected)}")
     errors = [_error_of(*pair, by_range=place == 0) for place, pair in enumerate(zip(found, expected, strict=True))]
-    for place, error in enumerate(torch.stack(errors).tolist()):  # one wait for all
+    for place, error in enumerate(torch.stack(errors).tolist() if errors else []):  # one wait for all
         if not error <= LARGEST_ERRORS.get(expected[place].dtype, LARGEST_ROUNDING_ERROR):
             where = f"output {place + 1} of {len(expected)} that were compared"
             raise ArithmeticError(f"the compiled step is off by {error:.2g} of the range of {where}")

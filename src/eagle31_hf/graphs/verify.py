@@ -3,9 +3,8 @@
 A graph pays only where shapes repeat, so blocks are padded to the sizes of `cache.graph_sizes`, and what is padded is
 masked. The first call at a new shape is served by the eager code, which is the reference: a graph that cannot be made,
 or that disagrees, is given up and the text goes on unchanged (`graphs`). Prefill always stays eager. Single tokens have
-a graph of their own where many come in a row, since what is padded can cost as much again (two cores of a Zen 4, bf16,
-the embedded pair: a round of 2.3 ms instead of 3.5 to 5.4). Graphs make their masks themselves, unless layers see only
-a window.
+a graph of their own, since what is padded can cost as much again (two cores of a Zen 4, bf16,
+the embedded pair: a round of 2.3 ms instead of 3.5 to 5.4). Graphs make their masks themselves.
 
 States of layers that have some are moved on after a round by a graph of their own, by what the verification left, as
 far as each row keeps of it. How much is kept is a tensor, so one graph serves every count. It reads the committed
@@ -19,7 +18,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..cache.graph_sizes import node_bucket
@@ -31,8 +29,6 @@ from ..targets.binding import TargetBinding, TargetOutput, Verification
 from .fixed_cache import CommittedStates, FixedShapeCache, GraphInputs, padded
 from .graphs import Graphs
 from .steps import GraphKey, buffers_of
-
-Masks = Tensor | dict[str, Tensor | None] | None
 
 
 class VerifiedBlock(NamedTuple):
@@ -56,30 +52,23 @@ class CompiledVerification:
         self.binding, self.cache, self.graphs, self.most_nodes = binding, cache, graphs, most_nodes
         self.eager = Verification(binding, cache)
         self.inputs = GraphInputs(cache)
-        self._attention = binding.attention
         self._traces: tuple[BlockTrace, ...] | None = None  # of the placed block, if a graph could read it
         self._committed = CommittedStates(cache.with_states)
 
-    def __call__(self, tree: DraftTree, *, rests: bool = False) -> TargetOutput:
-        """As `Verification`; the binding must be capturing if there is a drafter.
-
-        Args:
-            rests: whether a single token is one of many, for which a graph pays; not so the last one of a text.
-        """
+    def __call__(self, tree: DraftTree) -> TargetOutput:
+        """As `Verification`; the binding must be capturing if there is a drafter."""
         self._traces = None
-        rows, size = tree.tokens.shape
-        masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
+        size = tree.size
         self.cache.place(size, is_draft=True)
-        unmasked = size == 1 and self.cache.has_windows  # padding would want a mask of each kind of layer
-        if unmasked or not self.inputs.make_room(self._width(size)):
+        if not self.inputs.make_room(self._width(size)):
             return self.eager(tree)
-        key = self._key_of(rows, size, masks_trees=masks_trees, rests=rests)  # rows may have become longer
+        key = self._key_of(tree)  # rows may have become longer
         nodes = key.size
-        pays = self.inputs.rows_pay and (size > 1 or (nodes == 1 and rests))
+        pays = self.inputs.rows_pay and (size > 1 or nodes == 1)
         output: VerifiedBlock = self.graphs.run_or_eager(
             key,
             partial(_verify, self.binding),
-            lambda: self._inputs(tree, nodes, masks_trees),
+            lambda: self._inputs(tree, nodes),
             lambda: self._eager_block(tree),
             pays=pays,
         )
@@ -119,61 +108,46 @@ class CompiledVerification:
         if moved[0] is not states[0]:  # no graph has written them
             make_moves(list(zip(states, moved, strict=True)))
 
-    def _key_of(self, rows: int, size: int, *, masks_trees: bool, rests: bool) -> GraphKey:
+    def _key_of(self, tree: DraftTree) -> GraphKey:
         """The graph that serves so many nodes; it may be padded."""
+        rows, size = tree.tokens.shape
         offsets = self.cache.position_offsets
         axes = 0 if offsets is None else len(offsets)
-        shape = masks_trees, axes, *self.inputs.mask_widths.items(), self._attention
+        shape = tree.is_chain, axes, *self.inputs.mask_widths.items()
         exact = GraphKey("verify", rows, size, shape)
-        if size == 1 and (exact in self.graphs.keys or (rests and self.graphs.maker.can_make(exact))):
+        if size == 1 and (exact in self.graphs.keys or self.graphs.maker.can_make(exact)):
             return exact
         return exact._replace(size=self._width(size))
 
     def _width(self, size: int) -> int:
         return node_bucket(size, self.most_nodes, exact=self.graphs.maker.exact_sizes)
 
-    def _inputs(self, tree: DraftTree, nodes: int, masks_trees: bool) -> tuple:
-        """What a graph reads; masks only where it cannot make them itself."""
-        offsets, positions = self.cache.position_offsets, padded(tree.depths, nodes)
-        if offsets is not None:
-            positions = positions + offsets[:, :, None]  # (A, B, N)
+    def _inputs(self, tree: DraftTree, nodes: int) -> tuple:
+        """What a graph reads."""
         return (
             padded(tree.tokens, nodes),
             self.inputs.slots(nodes),
-            positions,
-            padded(tree.ancestors, nodes, nodes) if masks_trees else None,
-            self._masks(tree, nodes) if self.cache.has_windows else None,
+            padded(tree.depths, nodes),
+            None if tree.is_chain else padded(tree.ancestors, nodes, nodes),
+            self.cache.position_offsets,
             self.inputs.fixed,
         )
-
-    def _masks(self, tree: DraftTree, nodes: int) -> Masks:
-        mask, widths = self.eager.mask(tree), self.inputs.mask_widths
-        hidden = torch.finfo(self.binding.compute_dtype).min
-
-        def filled(mask: Tensor, width: int) -> Tensor:
-            return padded(mask.expand(len(tree.tokens), -1, -1, -1), nodes, width, value=hidden)
-
-        assert mask is not None, "single tokens, which go without a mask, stay eager"
-        if isinstance(mask, Tensor):
-            (width,) = widths.values()
-            return filled(mask, width)
-        return {kind: filled(mask[kind], width) for kind, width in widths.items()}  # type: ignore[arg-type]
 
 
 def _verify(
     binding: TargetBinding,
     tokens: Tensor,
     slots: Tensor,
-    positions: Tensor,
+    depths: Tensor,
     ancestors: Tensor | None,
-    masks: Masks,
+    offsets: Tensor | None,
     cache: FixedShapeCache,
 ) -> VerifiedBlock:
     """The step."""
-    cache.at(slots)
-    if masks is None:
-        masks = cache.masks(binding.compute_dtype, ancestors)
-    output = binding.forward(tokens, slots[:, :1] + positions, masks, cache)
+    positions, masks = slots[:, :1] + depths, cache.at(slots).masks(binding.compute_dtype, ancestors, depths)
+    if offsets is not None:
+        positions = positions + offsets[:, :, None]  # (A, B, N)
+    output = binding.forward(tokens, positions, masks, cache)
     return VerifiedBlock(output.logits, output.aux, cache.traces())
 
 

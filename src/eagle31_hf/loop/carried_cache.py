@@ -27,16 +27,12 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from ..cache.speculative import SpeculativeCache
-from ..cache.stock import LayerStates, StateSnapshot, held_length, read_stock_layers, refill_stock_layers
+from ..cache.stock import LayerStates, held_length, read_stock_layers, refill_stock_layers
 from ..drafter.assistant import Assistant
 from ..drafter.packed_linear import packed_tensors
 from ..drafter.session import DraftSession
 
 CHECKSUM_VALUES = 4
-
-BEFORE_THE_ANSWER = 8
-"""Tokens before a prompt's end at which states are kept: what begins an answer (a role's name, an opening thought) may
-look otherwise in the next turn's prompt."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +45,12 @@ class Eagle31CacheState:
             depends on every token before it, so an equal one proves that the cache still holds this text.
         drafter_cache: the drafter's keys and values of the newest positions before the last token.
         fingerprint: of the weights of target and drafter, which computed them.
-        snapshot: of a target that keeps states, those shortly before the answer: a next turn may rewrite it.
     """
 
     token_ids: Tensor
     key_checksum: Tensor
     drafter_cache: DynamicCache
     fingerprint: str
-    snapshot: StateSnapshot | None = None
 
     @property
     def length(self) -> int:
@@ -111,7 +105,6 @@ class CarriedCache:
 
     Attributes:
         skip: first tokens of the prompt that need not be read: target and drafter begin with what the cache holds.
-        snapshot: the states shortly before this turn's answer.
     """
 
     def __init__(self, drafter: Assistant, cache: DynamicCache):
@@ -121,7 +114,6 @@ class CarriedCache:
         self.bounds_prompts = binding.bounds_prompts
         self.fingerprint = fingerprint(binding.model) + fingerprint(drafter)
         self.skip = 0
-        self.snapshot: StateSnapshot | None = None
         self._last: Eagle31CacheState | None = None  # of the turn before, while it holds
 
     def open(self, prompts: Tensor) -> None:
@@ -139,8 +131,7 @@ class CarriedCache:
         # last token is read in any case, its logits are not kept.
         resumed = min(length, state.agreement(prompts) - 1, prompts.shape[1] - 1)
         if any(layer.states for layer in held) and (resumed < length or self.bounds_prompts):
-            # Only where a snapshot is, of the prompt alone.
-            resumed = 0 if state.snapshot is None or state.snapshot.length > resumed else state.snapshot.length
+            return  # states are those after the last token, and of an answer that was written
         # A window that has slid no longer holds what an earlier point would need.
         is_reachable = resumed == length or all(layer.num_tokens in (None, length) for layer in held)
         if resumed > 0 and is_reachable and state.vouches_for(self.cache, resumed):
@@ -150,7 +141,7 @@ class CarriedCache:
         """Begin with what holds, as copies: the user's cache is not written to."""
         if self._last is None:
             return
-        cache.load_dynamic(self.cache, length=self.skip, snapshot=self._last.snapshot)
+        cache.load_dynamic(self.cache, length=self.skip)
         of_drafter = self._last.drafter_cache
         kept = of_drafter.get_seq_length() - (self._last.length - self.skip)  # the others do not hold any more
         if session is not None and kept > 0:
@@ -187,7 +178,6 @@ class CarriedCache:
             key_checksum=_checksum(self.cache),
             drafter_cache=state_of_drafter,
             fingerprint=self.fingerprint,
-            snapshot=self.snapshot or (None if self._last is None else self._last.snapshot),
         )
         return self.cache
 

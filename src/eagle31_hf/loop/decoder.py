@@ -31,7 +31,7 @@ from ..stats import NOT_A_NUMBER, RoundClock, SpeculationStats
 from ..targets.binding import TargetBinding
 from ..targets.prompt_forward import PromptForward
 from .accept import Accepted, Acceptor
-from .carried_cache import BEFORE_THE_ANSWER, CarriedCache
+from .carried_cache import CarriedCache
 from .choosing import ChoiceRule, RoundBatch
 from .pair_caches import PairCaches
 from .prefill import ChunkedPrefill, PrefillState
@@ -280,21 +280,8 @@ class SpeculativeDecoder:
             texts = self._read_prompts_apart(prefill, texts, written)
             prefill = ChunkedPrefill(self.binding, self.caches.target, self.caches.drafter, as_drafts=True)
         self.reading = PrefillState(texts, unread=unread, device=device)
-        pause = self._snapshot_column(texts)
-        if pause == 0 and any(self.caches.target.lengths):  # all that is new is as short as that
-            self._take_snapshot()
-        prefill.read(self.reading, self.chunk, pause=pause, at_pause=self._take_snapshot)
+        prefill.read(self.reading, self.chunk)
         return self.reading
-
-    def _snapshot_column(self, texts: Sequence[Sequence[int]]) -> int:
-        """Where states are kept for a next turn that rewrites this one's answer; -1: nowhere."""
-        carried = self.request.carried
-        is_first = carried is not None and carried.snapshot is None and not any(self.sequences.new)
-        return max(len(texts[0]) - BEFORE_THE_ANSWER, 0) if is_first and self.caches.target.has_states else -1
-
-    def _take_snapshot(self) -> None:
-        assert self.request.carried is not None, "see _snapshot_column"
-        self.request.carried.snapshot = self.caches.target.held_states()
 
     def _read_prompts_apart(
         self, prefill: ChunkedPrefill, texts: Sequence[Sequence[int]], written: Sequence[int]

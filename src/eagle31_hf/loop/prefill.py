@@ -1,9 +1,8 @@
 """Target and drafter read text that is there already, in the same chunks: the prompt, or what a failure has cost.
 
-Only each row's last logits and hidden states outlive a chunk, and the last chunk's hidden states until the token after
-it is written: the drafter, which pairs each position with the token that follows, then reads all of it at once. Prompts
-that are more than tokens (pictures) the target reads in one forward of its own (`targets.prompt_forward`); the drafter
-reads its hidden states as always.
+Only each row's last logits and hidden states outlive a chunk: the drafter pairs each position with the token that
+follows, and the last one with the first token that is written. Prompts that are more than tokens (pictures) the target
+reads in one forward of its own (`targets.prompt_forward`); the drafter reads its hidden states as always.
 """
 
 from __future__ import annotations
@@ -56,17 +55,12 @@ class PrefillState:
         self.tokens = torch.tensor(padded, device=device)  # (B, longest) right-padded
         self.last_logits: list[Tensor | None] = [None] * len(texts)  # (V,) after the last token read
         self._last_aux: dict[int, Tensor] = {}  # (A*Ht,) by row
-        self._texts = texts
-        # What waits for the token after it: the tokens before that of each row, hidden states (B, C, A*Ht).
-        self._unpaired: tuple[list[Sequence[int]], Tensor] | None = None
 
     @classmethod
     def at_end(cls, end: PromptEnd, device: torch.device) -> PrefillState:
         """Of one prompt that was read before: the caches hold it, and nothing is left to read."""
         state = cls([[]], unread=0, device=device)
         state.keep(0, *end)
-        if end.aux is not None:
-            state.leave_unpaired(0, [1], end.aux[None, None])
         return state
 
     @property
@@ -85,24 +79,9 @@ class PrefillState:
         if aux is not None:
             self._last_aux[row] = aux.clone()
 
-    def leave_unpaired(self, start: int, counts: Sequence[int], aux: Tensor) -> None:
-        """Let the last chunk, `counts` positions of each row from `start` on, wait for what `pair` brings.
-
-        Args:
-            aux: its hidden states `(B, C, A*Ht)`.
-        """
-        for row, count in enumerate(counts):
-            if not count:  # it ended in a chunk before: of that, its last position waits
-                aux[row, 0] = self._last_aux[row]
-        tokens = [text[start + 1 : start + n] for text, n in zip(self._texts, counts, strict=True)]
-        self._unpaired = tokens, aux
-
     def pair(self, first: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[int]]:
-        """What waits with each row's first new token, or without: arguments of `DraftSession.absorb`."""
-        assert self._unpaired is not None, "nothing waits"
-        tokens, aux = self._unpaired
-        self._unpaired = None
-        return absorbed([[*known, *new] for known, new in zip(tokens, first, strict=True)], aux)
+        """The last position of each row with its first new token, or without: arguments of `DraftSession.absorb`."""
+        return absorbed(first, torch.stack([self._last_aux[row] for row in range(len(first))])[:, None])
 
 
 DECODED_CHUNK = 8
@@ -123,24 +102,14 @@ class ChunkedPrefill:
         self.binding, self.cache, self.session = binding, cache, session
         self.as_drafts = as_drafts
 
-    def read(
-        self, reading: PrefillState, chunk: int, *, pause: int = 0, at_pause: Callable[[], None] | None = None
-    ) -> None:
-        """Read to the end, `chunk` columns per forward. A failure leaves both caches with whole tokens of the text.
-
-        Args:
-            pause: a column to end a chunk before.
-            at_pause: called there.
-        """
+    def read(self, reading: PrefillState, chunk: int) -> None:
+        """Read to the end, `chunk` columns per forward. A failure leaves both caches with whole tokens of the text."""
         start, end = 0, max(reading.to_read)
         chunk = min(chunk, DECODED_CHUNK) if self.as_drafts else chunk
         while start < end:
-            stop = min(start + chunk, pause if start < pause else end)
-            stop = self._end_of_chunk([*reading.to_read, pause], start, stop)
+            stop = self._end_of_chunk(reading.to_read, start, min(start + chunk, end))
             self.read_columns(reading, start, stop)
             start = stop
-            if start == pause and at_pause is not None:
-                at_pause()
 
     def _end_of_chunk(self, ends: Sequence[int], start: int, stop: int) -> int:
         """`stop` or a little before it. A single token left for the next chunk would be read by the target's code for
@@ -169,13 +138,11 @@ class ChunkedPrefill:
     def _join(self, reading: PrefillState, start: int, counts: Sequence[int], aux: Tensor | None) -> None:
         """The drafter reads `counts` positions of each row from `start` on, whose hidden states are `(B, C, A*Ht)`.
 
-        Position t pairs with token t+1; where that does not exist yet, the last chunk waits for it.
+        Position t pairs with token t+1; where that does not exist yet, it waits for it (`PrefillState.pair`).
         """
         if self.session is None:
             return
         assert aux is not None
-        if reading.to_read == reading.known and start + aux.shape[1] >= max(reading.known):
-            return reading.leave_unpaired(start, counts, aux)
         paired = [min(n, max(known - start - 1, 0)) for n, known in zip(counts, reading.known, strict=True)]
         width = max(paired)
         if width > 0:

@@ -68,7 +68,6 @@ class Round:
         self._ahead: AcceptedAhead | None = None  # the next draft, if a graph has made it
         self._made_for = 0  # `Placement.row_changes` then: those that join later know nothing of it
         self._by_graphs: CompiledDrafting | None = None  # what this round's drafts are made with, if not by eager code
-        self._rests = False  # whether nothing is drafted because it would be in vain
         clock.graphs = self.num_graphs
         if self.graphs is not None:
             most = choosing.shape.nodes
@@ -97,7 +96,6 @@ class Round:
         """This round's drafts as planned, or fewer where there is no room for as many."""
         ahead, self._ahead, self._by_graphs = self._ahead, None, None
         session, plan, depth = self.caches.drafter, batch.plan, batch.draft_depth
-        self._rests = session is None or (plan is not None and not plan.shape.depth)
         if plan is None or depth < 1:
             return DraftTree.chain(batch.roots[:, None])
         if plan.tokens is not None:
@@ -136,7 +134,7 @@ class Round:
         with nullcontext() if self.caches.drafter is None else self.binding.capturing():
             if self.verification is None:
                 return self.eager(tree)
-            output = self.verification(tree, rests=self._rests)
+            output = self.verification(tree)
         self.choosing.stats.fall_back(self.verification.graphs.disabled_reason)
         return output
 

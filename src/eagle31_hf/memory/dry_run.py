@@ -257,7 +257,7 @@ class CountedForwards:
         logits = read(forward.tokens)
         alive = tuple(live - cache.num_bytes for live in counter.steps)
         layers: list[Any] = [cache.layers[index] for index in self._computed]
-        kept = [layer.num_bytes for layer in layers if layer in cache.attending]
+        kept = [layer.num_bytes for layer in layers]
         with_states: list[StateLayer] = [layer for layer in layers if layer in cache.with_states]
         states = sum(map(_committed_bytes, with_states))
         is_chain = forward.verifies and forward.tokens > 1

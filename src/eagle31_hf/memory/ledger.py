@@ -196,13 +196,13 @@ class _Ledger:
     def _states(self) -> list[LedgerTerm]:
         """Recurrent and convolution states. Where steps are captured, those of each row stay for the next text."""
         verify = self.verify
-        snapshots = max(self.batch, 2) * verify.states // self.batch
+        copies = max(self.batch, 2) * verify.states // self.batch
         return [
             LedgerTerm("target states", verify.states, "B*S", self.kept),
             LedgerTerm("target states, of a block", verify.states, "B*S", RUNNING),
             LedgerTerm("target states, recorded", verify.recorded, _COUNTED, ROUND),
             LedgerTerm("target states, rebuilt", verify.rebuilding, _COUNTED, (ACCEPT,)),
-            LedgerTerm("target states, snapshots", snapshots, "max(B, 2) * S", RUNNING),
+            LedgerTerm("target states, copies", copies, "max(B, 2) * S", RUNNING),
         ]
 
     # --- drafter -----------------------------------------------------------------------------------------------------
