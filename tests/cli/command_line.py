@@ -9,8 +9,9 @@ TARGET, DRAFTER = str(target_path()), str(drafter_path())
 PROMPT = "What is the weather going to be like in Portland this weekend?"
 
 
-def run(*arguments, code=0):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "100"})
+def run(*arguments, code=0, given=None):
+    words = [str(argument) for argument in arguments]
+    result = CliRunner().invoke(app, words, input=given, env={"COLUMNS": "100"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, result.output

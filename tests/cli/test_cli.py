@@ -1,9 +1,11 @@
-"""The command line: what `demo`, `generate` and `plan` print and write down."""
+"""The command line: what `demo`, `generate`, `plan` and `bench` print and write down, and plans that are kept to."""
 
 import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 from xml.etree import ElementTree
 
 import pictures
@@ -11,20 +13,29 @@ import pytest
 import torch
 from command_line import DRAFTER, PROMPT, TARGET, run
 
-from eagle31_hf.cli import generate, pairs
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.cli import bench, generate, pairs
 from eagle31_hf.cli.app import LazyCommand
 from eagle31_hf.cli.options import WIDTH
-from eagle31_hf.cli.pairs import DraftOptions, PairSource, load_pair
+from eagle31_hf.cli.pairs import DraftOptions, PairSource, load_pair, make_plan
+from eagle31_hf.drafter import loading
+from eagle31_hf.drafter.assistant import NoDrafter
+from eagle31_hf.drafting.shape import USUAL_TREE
+from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.loop.pair import draft_shape
+from eagle31_hf.measure.bench import Bench
+from eagle31_hf.measure.exactness import Kind, Verdict
+from eagle31_hf.measure.results import Writer
+from eagle31_hf.memory import cards
+from eagle31_hf.memory.apply_plan import apply_plan
+from eagle31_hf.memory.cards import Card
+from eagle31_hf.settings import Eagle31GenerationConfig
 from eagle31_hf.stats import Acceptance, SpeculationStats
 from eagle31_hf.targets.devices import quick_dtype
 from helpers import configured, drafter_of, use_fixed_shapes_only
+from peak_runs import StorageMeter
 
 # --- commands ---------------------------------------------------------------------------------------------------------
-
-
-def test_version():
-    assert run("--version").stdout.startswith("eagle31-hf ")
 
 
 @pytest.mark.slow
@@ -160,3 +171,149 @@ def test_the_schedule_asked_for_reaches_the_drafter():
     with configured(drafter_of("llama"), num_assistant_tokens_schedule="constant") as eagle:
         pairs.DraftOptions(schedule="pid").apply_to(eagle)
         assert eagle.generation_config.num_assistant_tokens_schedule == "pid"
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+SHORT = ("--limit", 2, "--max-new-tokens", 6, "--repeats", 1, "--dtype", "fp32")
+
+
+def test_it_says_first_whether_the_text_is_the_same_and_writes_every_figure(tmp_path):
+    path = tmp_path / "figures.json"
+    out = run("bench", TARGET, DRAFTER, *SHORT, "--batch", "1,2", "--price-per-hour", 0.5, "--json", path,
+              "--plot", tmp_path / "speed.png").stdout  # fmt: skip
+    assert max(map(len, out.splitlines())) <= 100
+    assert "the same text as plain generate: 18 of 18" in out.splitlines()
+    for heading in ("greedy, 1 row", "greedy, 2 rows", "same text", "per 1M", "kind"):
+        assert heading in out
+    record = json.loads(path.read_text())
+    assert {"command", "written", "commit", "eagle31_hf", "torch", "transformers", "processor"} <= record.keys()
+    assert (record["target"], record["drafter"], record["device"], record["dtype"]) == (
+        TARGET, DRAFTER, "cpu", "float32",
+    )  # fmt: skip
+    assert (record["prompts"], record["same_text"]) == (2, True)
+    names = ["plain generate", "without drafts", "lookups", "drafter"]
+    assert [(each["rows"], each["method"]) for each in record["methods"]] == [
+        (n, name) for n in (1, 2) for name in names
+    ]
+    assert record["methods"][3]["answers"] == {"same": 2}
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_are_read_from_files_and_a_pair_may_lack_a_drafter(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "What is the weather in Portland?"}\n{"question": "How many apples?"}\n')
+    path = tmp_path / "figures.json"
+    run("bench", "--drafter", "none", "--prompts", prompts, *SHORT, "--temperature", 1, "--json", path)
+    record = json.loads(path.read_text())
+    assert [each["method"] for each in record["methods"]] == ["plain generate", "without drafts", "lookups"]
+    assert record["settings"]["temperature"] == 1.0
+
+
+def test_missing_graphs_are_compiled_first_and_what_has_none_is_left_out(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(generate, "warm_up", lambda assistant, **how: compiled.append((type(assistant), how["tokens"])))
+    out = run("bench", TARGET, DRAFTER, *SHORT, "--acceleration", "compile").stdout
+    (first, tokens), *others = compiled
+    assert (first, others) == (Eagle31Drafter, [(NoDrafter, tokens)])
+    assert tokens > 6
+    assert " ".join(out.split()).count("no graphs are kept for such a text") == 3
+
+
+def test_a_wrong_text_leaves_with_1_and_no_speedup(tmp_path):
+    path = tmp_path / "figures.json"
+
+    def judge(self, call, plain):
+        kind = Kind.DIFFERENT if call.method.writer is Writer.DRAFTER else Kind.SAME
+        return bench.replace(call, verdicts=(Verdict(kind, 3, 0.5, 0.01),))
+
+    with mock.patch.object(Bench, "_judge", judge):
+        out = run("bench", *SHORT, "--json", path, code=1).stdout
+    assert "refused" in out
+    assert "not by a tie, in embedded/1 from token 4 on" in " ".join(out.split())
+    record = json.loads(path.read_text())
+    assert (record["same_text"], record["methods"][-1]["speedup"]) == (False, None)
+
+
+def test_ctrl_c_shows_what_was_measured_until_then(tmp_path):
+    measure, path = Bench._measure, tmp_path / "figures.json"
+
+    def stopped(self, turn, methods):
+        if turn.rows == 2:
+            raise KeyboardInterrupt
+        return measure(self, turn, methods)
+
+    with mock.patch.object(Bench, "_measure", stopped):
+        out = run("bench", *SHORT, "--batch", "1,2", "--json", path, "--plot", tmp_path / "speed.png", code=130).stdout
+    assert "Stopped by Ctrl-C: 2 of 4 measurements were made." in out
+    assert "spread" not in out, "of one repeat"
+    assert json.loads(path.read_text())["turns"] == [2, 4]
+
+
+# --- a plan that is asked for is printed, and what is then taken stays within it --------------------------------------
+
+
+def test_a_packed_pair_answers_within_its_plan(tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    prompt, record = tmp_path / "prompt.txt", tmp_path / "figures.json"
+    prompt.write_text(f"{PROMPT} " * 150)
+    peaks, stream = [], generate._stream
+
+    def metered(console, pair, *args):
+        meter = StorageMeter()
+        meter.loaded(pair.target)
+        meter.loaded(pair.drafter)
+        peaks.append(meter.peak(lambda: stream(console, pair, *args)))
+
+    monkeypatch.setattr(generate, "_stream", metered)
+    told = run("generate", "--quantization", "4bit", "--memory", "auto", "--no-compare", "--max-new-tokens", 12,
+               "--prompt-file", prompt, "--json", record)  # fmt: skip
+    assert "bnb-nf4-dq" in told.stdout
+    assert told.stdout.index("fits") < told.stdout.index("assistant:")
+    planned = json.loads(record.read_text())["plan"]["figures"]["peak_bytes"]
+    assert 0.8 * planned < peaks[0] <= planned
+
+
+@pytest.mark.parametrize("quick", [torch.bfloat16, torch.float32])
+def test_a_plan_counts_weights_as_this_machine_loads_them(quick, monkeypatch):
+    """Stored in bfloat16; a processor that has no arithmetic for it loads twice the bytes."""
+    monkeypatch.setattr(loading, "quick_dtype", lambda stored, device: quick)
+    pair = load_pair(PairSource(memory="auto", context=256), DraftOptions(), batch=1)
+    weights = sum(term.num_bytes for term in pair.plan.ledger if "weights" in term.name or "head" in term.name)
+    held = {p.data_ptr(): p.nbytes for model in (pair.target, pair.drafter) for p in model.parameters()}
+    assert pair.target.dtype is quick
+    assert 0.98 * sum(held.values()) < weights
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tree_width": 1}, {"tree_width": 3}, {"tree_width": 3, "draft_tokens": 2}, {"tree_width": 4, "tree_size": 9},
+    ],
+)  # fmt: skip
+def test_a_plan_knows_the_tree_that_is_asked_for(asked):
+    """By its width alone, too: what is then drafted is what would be without a plan."""
+    drafting, shapes = DraftOptions(**asked), []
+    plan = make_plan(PairSource(memory="auto", card=["RTX A6000"]), drafting, batch=1)
+    for planned in (None, plan):
+        settings = Eagle31GenerationConfig()
+        if planned is not None:
+            apply_plan(planned, settings)
+        drafting.apply_to(SimpleNamespace(generation_config=settings, check_settings=settings.check))
+        shapes.append(settings.draft_shape(device_type="cuda", rows=1, by_graphs=USUAL_TREE))
+    alone, drafted = shapes
+    assert drafted == alone
+    assert drafted == plan.settings.shape if drafted.is_tree else drafted.nodes <= plan.settings.shape.nodes
+
+
+@pytest.mark.parametrize("drafter", [None, "none"])
+def test_a_plan_for_a_larger_card_is_refused_before_anything_is_loaded(drafter, monkeypatch):
+    monkeypatch.setattr(pairs, "load_target", None)
+    monkeypatch.setattr(pairs, "measure_card", lambda _device: Card("a small machine", "cpu", 2**25, 2**25))
+    with pytest.raises(MemoryPlanError, match="a small machine has"):
+        load_pair(PairSource(drafter=drafter, memory="auto", card=["999 GiB"]))
+
+
+def test_a_plan_is_for_the_device_that_is_asked_for(monkeypatch):
+    monkeypatch.setattr(cards, "best_kind", lambda: "cuda")  # a machine with a card
+    assert make_plan(PairSource(memory="auto", device="cpu"), DraftOptions(), batch=1).card.kind == "cpu"

@@ -1,5 +1,6 @@
 """What commands refuse, and that they say so in one line."""
 
+import json
 import re
 import shlex
 import shutil
@@ -17,9 +18,20 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MptConfig
 from eagle31_hf.cli.options import command
 from eagle31_hf.cli.pairs import LoadedPair
 from eagle31_hf.cli.serve import _context
-from eagle31_hf.errors import CheckpointNotFoundError, ConfigurationError, removal
+from eagle31_hf.errors import REMOVED_IN_0_2, CheckpointNotFoundError, ConfigurationError, removal
 from eagle31_hf.serving.session import ChatSession
 from mtp_targets import target_with_head
+
+WRONG: dict[str, dict | None] = {
+    "wrong": {"hidden_size": True}, "no-heads": {"num_attention_heads": 0}, "heads-of-no-width": {"head_dim": 0},
+    "a-size-of-1e30": {"hidden_size": -5, "vocab_size": 1e30}, "no-kv-heads": {"num_key_value_heads": 0},
+    "heads-in-words": {"num_attention_heads": "four"}, "infinite": {"hidden_size": float("inf")},
+    "rope-that-is-a-number": {"rope_scaling": 5}, "unknown-layer-types": {"layer_types": ["x", "y"]},
+    "bits-in-words": {"quantization_config": {"quant_method": "gptq", "bits": "four"}},
+    "packed-by-a-number": {"quantization_config": 5}, "unknown-precision": {"dtype": "float33"},
+    "less-than-no-layers": {"num_hidden_layers": -1}, "no-hidden-size": {"hidden_size": 0}, "nested-too-deep": None,
+}  # fmt: skip
+"""Fields of `config.json` files that make no model."""
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +51,10 @@ def top(tmp_path_factory) -> Path:
         (top / name).mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(f"{TARGET}/{name}", top / "no-tokenizer")
-    written = (top / "unweighted" / "config.json").read_text()
-    (top / "wrong").mkdir()
-    (top / "wrong" / "config.json").write_text(written.replace('"hidden_size": 4096', '"hidden_size": true'))
+    written = json.loads((top / "unweighted" / "config.json").read_text())
+    for name, fields in WRONG.items():
+        (top / name).mkdir()
+        (top / name / "config.json").write_text("[" * 200_000 if fields is None else json.dumps(written | fields))
     (top / "broken.jinja").write_text("{% if messages %}Hello")
     (top / "latin-1.txt").write_bytes(b"caf\xe9")
     return top
@@ -53,6 +66,7 @@ IS_TARGET = "a whole language model, not a drafter; name it as the target, and i
 NO_TOKENIZER = "the folder '.*' holds no tokenizer; copy tokenizer.json"
 ONE_CARD = r"got 2 cards \(.*a plan is for one.*--device-map auto"
 MEANT = r"did you mean .*/small-pair-drafter\?$"
+NOTHING_ALIKE = "^(?!.*did you mean)"
 CHAINS = "serve cannot do {}: "
 
 REFUSED = {
@@ -67,6 +81,7 @@ REFUSED = {
     "generate --target {top}/unweighted --drafter {drafter} --prompt x": "holds no complete target",
     "generate --target {top}/wrong --drafter {drafter} --prompt x": "is wrong: hidden_size is true; wanted",
     "plan {top}/wrong --card 'RTX 4090'": r"cannot be read \(hidden_size is true; wanted a whole number\)",
+    **{f"plan {{top}}/{name} --card 'RTX 3090'": "error: " for name in WRONG},
     "generate --target {top}/other --drafter {drafter} --prompt x": "8192.*99",
     "generate --target {top}/t5 --drafter {drafter} --prompt x": "decoder-only",
     "generate --target {target} --prompt x": "no drafter given",
@@ -91,6 +106,8 @@ REFUSED = {
     "generate --target {top}/small-pair-drafer --drafter {drafter} --prompt x": MEANT,
     "generate --target {target} --drafter {top}/small-pair-drafer --prompt x": MEANT,
     "inspect {top}": r"has no config\.json; pass the folder that holds it",
+    "plan 'what is this' --card 'RTX 4090'": NOTHING_ALIKE,
+    "inspect '{top}/another thing'": NOTHING_ALIKE,
     # --- without a drafter, or with the head inside a target
     "doctor --target {target} --drafter none": "this command is about a drafter",
     "train {target} --prompts self --out {top}/out --drafter none": "to train a fresh drafter leave it out",
@@ -195,11 +212,6 @@ def test_a_command_line_that_cannot_be_read_is_told_in_one_line(command, top):
     assert re.search(USAGE_ERRORS[command], message), message
 
 
-def test_nothing_is_suggested_where_nothing_is_alike(top):
-    assert "did you mean" not in error_of("plan", "what is this", "--card", "RTX 4090")
-    assert "did you mean" not in error_of("inspect", top / "another thing")
-
-
 def test_a_device_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "this machine has no cuda device" in error_of("generate", "--prompt", "x", "--device", "cuda")
@@ -215,20 +227,12 @@ def test_a_hub_drafter_is_known_by_its_architecture(monkeypatch):
 
 
 def test_serve_takes_a_context_without_a_plan(monkeypatch):
-    asked: list[int] = []
-
-    class Stop(Exception):
-        pass
-
-    def stop(drafter, tokenizer, settings):
-        asked.append(settings.context)
-        raise Stop
-
-    monkeypatch.setattr("eagle31_hf.serving.engine.Engine", stop)
+    engine = Mock(side_effect=LookupError("it would start here"))
+    monkeypatch.setattr("eagle31_hf.serving.engine.Engine", engine)
     for told in (["--context", 512], []):
-        with pytest.raises(Stop):
+        with pytest.raises(LookupError, match="it would start here"):
             run("serve", "--port", 0, *told)
-    assert asked == [512, 2048]
+    assert [call.args[2].context for call in engine.call_args_list] == [512, 2048]
 
 
 def test_the_longest_text_is_as_trained_under_any_name():
@@ -268,3 +272,23 @@ def test_a_folder_may_be_called_like_a_command_that_went(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     assert "cannot be loaded" in error_of("bench", "run", DRAFTER)
+
+
+# --- what version 0.2.0 removed ---------------------------------------------------------------------------------------
+
+COMMANDS = [name for name in REMOVED_IN_0_2 if " " not in name and "_" not in name]
+OPTIONS = [name for name in REMOVED_IN_0_2 if " --" in name]
+SCHEDULES = [name.split()[1] for name in REMOVED_IN_0_2 if name.startswith("--schedule")]
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *OPTIONS])
+def test_a_removed_command_or_option_names_its_replacement(name):
+    assert error_of(*name.split(), code=2) == f"error: {removal(name)}"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("options", [["--schedule", "{}"], ["--schedule={}"]])
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_a_removed_schedule_names_its_replacement(command, options, schedule):
+    said = error_of(command, *(option.format(schedule) for option in options), code=2)
+    assert said == f"error: {removal(f'--schedule {schedule}')}"

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
+import select
 import signal
 import sys
 import threading
+import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import transformers as hf
-from silence import watch
 
 from eagle31_hf.cli.app import COMMANDS
 from eagle31_hf.demo import target_path
@@ -23,6 +28,8 @@ from helpers import random_drafter, random_target
 from mtp_targets import target_with_head
 
 MOST_SILENCE_S = 5.0
+LOOK_S, MOST_S = 0.1, 600.0
+"""A command that has not ended by then hangs, and is killed."""
 PUBLISHED = Path(__file__).parents[2] / "model_cards" / "smollm2-135m-instruct-eagle31"
 CONVERSATIONS = [
     [{"role": "user", "content": f"What is {n} and {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}]
@@ -66,7 +73,8 @@ def ask_and_stop(process: int, output: str) -> None:
     threading.Thread(target=ask, daemon=True).start()
 
 
-ANSWERS: dict[str, list[tuple[str, str | Callable[[int, str], None]]]] = {
+Answer = tuple[str, str | Callable[[int, str], None]]
+ANSWERS: dict[str, list[Answer]] = {
     "chat": [("you", "Why is the sky blue?\r"), ("tokens/s", "/quit\r")],
     "serve": [("Ctrl-C to stop", ask_and_stop)],
 }
@@ -74,6 +82,60 @@ ANSWERS: dict[str, list[tuple[str, str | Callable[[int, str], None]]]] = {
 
 CODES = {"doctor": 1}
 """Other than 0: an untrained drafter is a problem."""
+
+
+@dataclass
+class Watched:
+    """What a command wrote into a terminal, and its longest silence.
+
+    Attributes:
+        silence_cpu_s: most processor seconds that it and its children took between two writes.
+        before: the end of what was on the screen then.
+    """
+
+    output: str
+    code: int
+    silence_cpu_s: float
+    before: str
+
+
+def watch(command: Sequence[str], *, answers: Sequence[Answer] = (), env: Mapping[str, str] = {}) -> Watched:
+    """Run a command in a terminal of 100 columns.
+
+    Args:
+        answers: what is typed, or called with the process id and the output, when a text appears; each waits for its
+            own after the one before.
+    """
+    screen, theirs = pty.openpty()
+    one_thread = {"OMP_NUM_THREADS": "1"}  # its processor seconds pass no faster than the clock's
+    settings = {**os.environ, "COLUMNS": "100", "TERM": "xterm-256color", **one_thread, **env}
+    process = psutil.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=settings)
+    os.close(theirs)
+    left, looked_from, output, started = list(answers), 0, "", time.monotonic()
+    used = used_at_write = 0.0
+    silences: list[tuple[float, str]] = []
+    while True:
+        has_written = bool(select.select([screen], [], [], LOOK_S)[0])
+        with suppress(psutil.Error):
+            used = max(used, sum(sum(each.cpu_times()[:4]) for each in (process, *process.children(recursive=True))))
+        try:
+            piece = os.read(screen, 65536).decode(errors="replace") if has_written else ""
+        except OSError:  # the terminal is closed
+            break
+        if time.monotonic() - started > MOST_S:
+            process.kill()
+        if piece:
+            silences.append((used - used_at_write, output[-60:]))
+            used_at_write = used
+            output += piece
+        if left and left[0][0] in output[looked_from:]:
+            looked_from, reply = len(output), left.pop(0)[1]
+            if isinstance(reply, str):
+                os.write(screen, reply.encode())
+            else:
+                reply(process.pid, output)
+    os.close(screen)
+    return Watched(output, process.wait(), *max([*silences, (used - used_at_write, output[-60:])]))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from eagle31_hf.memory.ledger import BETWEEN, PREFILL, VERIFY, LedgerTerm, Memor
 from eagle31_hf.memory.planner import plan_memory
 from eagle31_hf.memory.target_facts import read_target
 from families import RECURRENT_FAMILIES, SEEING_HYBRIDS, recurrent_config, recurrent_target
-from helpers import configured, ledger_of, oracle_drafts, random_drafter
+from helpers import GREEDY, configured, ledger_of, oracle_drafts, prompts_of, random_drafter
 
 FAMILIES = ("qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1", "kimi_linear", "bamba")
 
@@ -58,14 +58,9 @@ def watched_caches() -> Iterator[dict[str, int]]:
 def test_states_are_what_caches_hold(family: str, rows: int, drafts: int) -> None:
     target = recurrent_target(family)
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
-    prompts = torch.randint(3, 96, (rows, 12), generator=torch.Generator().manual_seed(0))
     ledger = ledger_of(drafter, MemorySettings(40, rows, drafts, prefill_chunk=12))
-    settings = {"num_assistant_tokens_schedule": "constant", "num_assistant_tokens": drafts}
-    with configured(drafter, **settings), watched_caches() as held:
-        target.generate(
-            prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=12, pad_token_id=0,
-            assistant_model=drafter,
-        )  # fmt: skip
+    with configured(drafter, num_assistant_tokens=drafts), watched_caches() as held:
+        target.generate(**prompts_of([12] * rows), **{**GREEDY, "max_new_tokens": 12}, assistant_model=drafter)
     for moment, found in held.items():
         assert states_of(ledger, moment) == pytest.approx(found, rel=0.02), moment
     assert held.keys() == {PREFILL, VERIFY}
