@@ -221,6 +221,11 @@ def test_ties_and_steps_down_are_noted(measured_once):
     assert "served by plain: not today" in text
     assert "served by steps stay eager" in text
     wrong = replace(tie, verdicts=(Verdict(Kind.DIFFERENT, 2, 1.0, 0.0),))
+    told = replace(measured_once, calls=[*measured_once.calls, wrong]).to_dict()["methods"][-1]
+    (evidence,) = json.loads(json.dumps(told))["differences"]
+    assert (evidence["kind"], evidence["first_different"], evidence["seed"]) == ("different", 2, wrong.turn.seed)
+    assert evidence["answer"] == wrong.answers[0]
+    assert len(evidence["plain"]) > 2
     text = shown(replace(measured_once, calls=[*measured_once.calls, wrong, tie]))
     assert "another text, and not by a tie" in text, "an error is not hidden by a tie"
 

@@ -214,6 +214,19 @@ class MethodResult:
         pairs = [pair for call in self.calls for pair in zip(call.prompts, call.verdicts, strict=True)]
         return {prompt: verdict for prompt, verdict in pairs if verdict.kind is kind}
 
+    @property
+    def evidence(self) -> list[dict[str, Any]]:
+        """Of each answer that is not plain decoding's what it takes to look at it again."""
+        plain = {(call.turn.repeat, call.turn.index, call.turn.kind): call.answers for call in self.plain}
+        return [
+            {"prompt": prompt, "seed": call.turn.seed, "row": row, "kind": verdict.kind.value,
+             "first_different": verdict.position, "logit_gap": verdict.logit_gap, "rounding": verdict.rounding,
+             "answer": call.answers[row], "plain": plain[call.turn.repeat, call.turn.index, call.turn.kind][row]}
+            for call in self.calls
+            for row, (prompt, verdict) in enumerate(zip(call.prompts, call.verdicts, strict=True))
+            if verdict.kind in (Kind.TIE, Kind.DIFFERENT)
+        ]  # fmt: skip
+
     @cached_property
     def tokens_per_s(self) -> Spread:
         return Spread.over(list(_speeds(self.calls).values()))
@@ -279,6 +292,7 @@ class MethodResult:
             "rows": self.rows,
             "answers": {kind.value: count for kind, count in self.verdicts.items()},
             "refusal": self.refusal,
+            "differences": self.evidence,
             "calls": len(self.calls),
             "new_tokens": sum(call.new_tokens for call in self.calls),
             "tokens_per_s": asdict(self.tokens_per_s),
