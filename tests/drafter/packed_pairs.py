@@ -26,6 +26,7 @@ from helpers import (
     random_drafter,
     random_prompts,
     target_of,
+    write,
 )
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # LLM.int8 tells of every cast, at every call
@@ -57,11 +58,11 @@ def assert_every_loop_agrees(target: Any, drafter: Eagle31Drafter, seed: int) ->
     """Up to ties, on one prompt."""
     assert not drafter.binding.tree_unsupported_reason
     (prompt,) = random_prompts(1, seed=seed)
-    inputs = {**left_padded([prompt]), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    plain = target.generate(**inputs)
+    inputs = left_padded([prompt])
+    plain = write(target, inputs)
     for loop in LOOPS.values():
         with configured(drafter, num_assistant_tokens=4, **loop), oracle_drafts(plain, len(prompt)):
-            ours = target.generate(**inputs, assistant_model=drafter)
+            ours = write(target, inputs, assistant_model=drafter)
         assert drafter.stats.loop == "own"
         assert_same_or_tie(target, inputs, plain, ours)
 
