@@ -21,6 +21,7 @@ from eagle31_hf.stats import RoundClock
 from helpers import (
     DEMO_DRAFTER,
     MODELS,
+    Shown,
     assert_same_or_tie,
     assert_same_text,
     configured,
@@ -252,12 +253,9 @@ def test_drafts_by_the_targets_noise_are_accepted(setting: str, monkeypatch: pyt
 def test_random_numbers_that_a_streamer_takes_are_told() -> None:
     """What processors and criteria take is followed (tests/generate/test_callers_code.py)."""
 
-    class Rolling(hf.generation.streamers.BaseStreamer):
-        def put(self, value: torch.Tensor) -> None:
+    class Rolling(Shown):
+        def put(self, value: Tensor) -> None:
             torch.rand(1)
-
-        def end(self) -> None:
-            pass
 
     write("llama", prompts("llama", 1), **SAMPLED["bare"], assistant_model=drafter_of("llama"), streamer=Rolling())
     assert "random numbers" in stats_of("llama").fallbacks[-1]

@@ -11,8 +11,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.cache.stock import CACHE_ARGUMENT
-from helpers import assert_same_text, prompts_of, seeded
+from helpers import assert_same_text, assert_same_turns, prompts_of, seeded
 from mtp_targets import CONFIGS, FAMILIES, target_with_head
 
 pytestmark = pytest.mark.contract
@@ -37,24 +36,14 @@ def test_text_is_plain(pair, sampled, rows, drafts, acceleration):
     how: dict[str, Any] = {"do_sample": sampled} | ({"temperature": 0.8, "top_k": 20} if sampled else {})
     loop = {"num_assistant_tokens": drafts, "num_assistant_tokens_schedule": "constant", "prefill_chunk_size": 8,
             "acceleration": acceleration}  # fmt: skip
-    assert_same_text(
-        target, drafter, inputs, seed=drafts, oracle=drafts, settings=loop, **how, max_new_tokens=NEW_TOKENS,
-        pad_token_id=0,
-    )  # fmt: skip
+    how |= {"seed": drafts, "oracle": drafts, "settings": loop, "max_new_tokens": NEW_TOKENS}
+    assert_same_text(target, drafter, inputs, **how)
     if acceleration == "compile" and drafter.config.sliding_window is None:
         assert not drafter.stats.fallbacks, "drafts of a head are graphs like any other's"
 
 
 def test_turns_that_carry_a_cache_are_plain(pair):
-    target, drafter = pair
-    first = prompts_of([9], seed=4)
-    turns = []
-    for assistant in ({}, {"assistant_model": drafter}):
-        out = target.generate(**first, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, **assistant)
-        more = torch.cat((out.sequences, prompts_of([6], seed=5)["input_ids"]), dim=1)
-        cache = {CACHE_ARGUMENT: out[CACHE_ARGUMENT]} if assistant else {}
-        turns.append(target.generate(more, max_new_tokens=12, do_sample=False, **cache, **assistant))
-    assert torch.equal(*turns)
+    assert_same_turns(*pair, prompts_of([9], seed=4), max_new_tokens=8)
 
 
 def test_a_head_that_is_right_has_every_draft_accepted(tmp_path):
@@ -66,7 +55,7 @@ def test_a_head_that_is_right_has_every_draft_accepted(tmp_path):
     assert len(set(plain[0, 5:].tolist())) > 20, "the text does not stand still"
     for drafts in (1, 3, 5):
         settings = {"num_assistant_tokens": drafts, "num_assistant_tokens_schedule": "constant"}
-        assert_same_text(target, drafter, inputs, settings=settings, max_new_tokens=40, do_sample=False)
+        assert_same_text(target, drafter, inputs, settings=settings, max_new_tokens=40)
         assert drafter.stats.accepted == drafter.stats.drafted
         assert drafter.stats.acceptance_length > 0.9 * (drafts + 1)
 
@@ -106,7 +95,5 @@ def test_a_packed_head_writes_plains_text(tmp_path, family, precision):
     assert packed, "where rows are whole blocks"
     assert kinds["fc"] == "Linear", "and fc never"
     settings = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
-    assert_same_text(
-        target, drafter, prompts_of([7], seed=2), settings=settings, max_new_tokens=NEW_TOKENS, do_sample=False
-    )
+    assert_same_text(target, drafter, prompts_of([7], seed=2), settings=settings, max_new_tokens=NEW_TOKENS)
     assert drafter.stats.drafted > 0
