@@ -1,4 +1,4 @@
-"""A pair of some target's shape on the card that is not there, and rounds of a text that it writes."""
+"""A pair of some target's shape on the card that is not there, and rounds of a text that it writes or serves."""
 
 from __future__ import annotations
 
@@ -22,12 +22,18 @@ from eagle31_hf.drafter.drafter import MtpDrafter
 from eagle31_hf.drafting.costs import RoundCosts
 from eagle31_hf.drafting.planner import Planner
 from eagle31_hf.drafting.shape import DraftShape
+from eagle31_hf.graphs import captured, seen
 from eagle31_hf.graphs.captured import CapturesSteps
 from eagle31_hf.loop.decoder import DecodingRequest, SpeculativeDecoder
 from eagle31_hf.loop.pair import Pair
 from eagle31_hf.loop.text import Sequences, StopRules
+from eagle31_hf.sampling.draw import FreshNoise
 from eagle31_hf.sampling.logits_processing import ScoreProcessing
+from eagle31_hf.serving.batch import Batch, EngineSettings
+from eagle31_hf.serving.rows import ServedText
+from eagle31_hf.serving.text import Request, Sampling
 from eagle31_hf.targets import kernel_tape
+from helpers import demo_tokenizer
 
 CHAIN = DraftShape(5)
 ACCEPTED = 3
@@ -162,11 +168,11 @@ def write(counting: Counting, drafter: Eagle31Drafter, text: Text, rounds: int) 
         for _ in range(rounds):
             cache = decoder.caches.target
             counting.follow(buffers_of(cache))
-            seen = [length + text.shape.nodes for length in cache.lengths]
+            needed = [length + text.shape.nodes for length in cache.lengths]
             decoder.step()
             buffers = buffers_of(cache)
             written.rounds.append(counting.work)
-            written.visible_bytes.append(sum(distinct_bytes(each[:, :, : max(seen)]) for each in buffers))
+            written.visible_bytes.append(sum(distinct_bytes(each[:, :, : max(needed)]) for each in buffers))
             written.kept_bytes.append(sum(map(distinct_bytes, buffers)))
     written.fallbacks = request.stats.fallbacks
     return written
@@ -174,3 +180,53 @@ def write(counting: Counting, drafter: Eagle31Drafter, text: Text, rounds: int) 
 
 def buffers_of(cache: Any) -> list[Tensor]:
     return [buffer for layer in cache.layers for buffer in (layer.keys, layer.values) if layer.is_initialized]
+
+
+# --- served -----------------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Texts that are no text and never end."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.finish, self.remaining = None, 100
+
+    def append(self, tokens: list[int]) -> tuple[int, str]:
+        self.tokens += tokens
+        return len(tokens), ""
+
+
+def serve(
+    counting: Counting, drafter: Eagle31Drafter, rows: int, rounds: int, sampling: Sampling
+) -> tuple[list[Work], list[str]]:
+    """Rounds of texts, no two of one length; work of each, and why something was not captured."""
+    drafter.generation_config.num_assistant_tokens = CHAIN.depth
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
+    with (
+        mock.patch.dict(captured.CAPTURES, {"cuda": counting.capture}),
+        mock.patch.object(seen, "open_modes", list),  # those that count: graphs would not run another's
+        drafter.binding.masked_attention(),
+        torch.no_grad(),
+    ):
+        batch = Batch(drafter, demo_tokenizer(), EngineSettings(max_rows=rows, prefill_chunk=512))
+        for row in range(rows):
+            read(batch, [5] * (1100 + 10 * row), sampling)
+        works = []
+        for _ in range(rounds):
+            counting.follow(buffers_of(batch.cache))
+            batch.round()
+            works.append(counting.work)
+    # The first token comes with the prompt.
+    assert [len(text.writer.tokens) for text in batch.texts] == [1 + ACCEPTED * rounds] * rows
+    return works, batch.stats.fallbacks
+
+
+def read(batch: Batch, prompt: list[int], sampling: Sampling) -> None:
+    text: Any = ServedText(Request(tuple(prompt), 100, sampling), lambda event: None)
+    batch.begin(text)
+    text.writer = Writer()
+    text.chooser._noise = FreshNoise(batch.binding.text_config.vocab_size, CARD)  # a card's generators are not there
+    while batch.to_read:
+        batch.read(min(batch.to_read, 512))
+    batch.join()

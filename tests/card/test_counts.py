@@ -1,13 +1,18 @@
-"""What a round asks of a card, counted on fake CUDA tensors; see `fake_card`.
+"""What a round asks of a card, and what plans say of captured steps, counted on fake CUDA tensors; see `fake_card`.
 
 Layers are alike, so a few of them show what all do.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,12 +24,26 @@ if torch.cuda.is_available():
     pytest.skip("a card is here: small tensors that the package keeps would be fake", allow_module_level=True)
 
 import fake_rounds
-import fake_serving
-from fake_card import Work
-from fake_rounds import ACCEPTED, Text, Written, fake_pair, write
+from fake_card import Counting, Work
+from fake_rounds import ACCEPTED, CHAIN, Text, Written, fake_pair, serve, write
 
+from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache import grouped_attention
 from eagle31_hf.drafting.shape import DraftShape
+from eagle31_hf.graphs.verify import CompiledVerification
+from eagle31_hf.memory.cards import find_card
+from eagle31_hf.memory.drafter_facts import read_drafter
+from eagle31_hf.memory.dry_run import StorageCounter
+from eagle31_hf.memory.ledger import (
+    BETWEEN,
+    LedgerTerm,
+    MemorySettings,
+    build_ledger,
+    recorded_lengths,
+    workspace_bytes,
+)
+from eagle31_hf.memory.target_facts import read_target
+from eagle31_hf.memory.weights import storage_bytes
 from eagle31_hf.serving.text import Sampling
 
 pytestmark = pytest.mark.card
@@ -139,18 +158,20 @@ def config_of_states(target: str, times: int = 1) -> hf.PreTrainedConfig:
     return hf.AutoConfig.for_model(**fields)
 
 
-@pytest.mark.parametrize("target", OF_STATES)
-@pytest.mark.parametrize("times", [1, 2])
-def test_layers_with_states_are_in_the_graphs(target: str, times: int) -> None:
-    """However many there are, of whatever kernels: the host starts no more for eight layers than for four."""
-    with fake_pair(config_of_states(target, times)) as (counting, drafter):
+@pytest.mark.parametrize(("target", "times"), [("Llama 3.1 8B", 1), *product(OF_STATES, (1, 2))])
+def test_the_next_text_records_nothing(target: str, times: int) -> None:
+    """The host starts no more for eight layers with states than for four, of whatever kernels."""
+    config, graphs, outside = TARGETS.get(target), 2, OUTSIDE["chain"]
+    if config is None:
+        config, graphs, outside = config_of_states(target, times), 3, OUTSIDE_WITH_STATES
+    with fake_pair(config) as (counting, drafter):
         made = [write(counting, drafter, Text(300, 700, captured=True), ROUNDS) for _ in range(2)]
     assert not any(found.fallbacks for found in made)
-    assert [[len(each.recorded) for each in found.rounds] for found in made] == [[4, 0, 0], [0, 0, 0]]
+    assert [[len(each.recorded) for each in found.rounds] for found in made] == [[graphs + 1, 0, 0], [0, 0, 0]]
     for work in (made[0].rounds[1], *made[1].rounds[1:]):  # a text's last work has the next prompt in it
-        assert len(work.replayed) == 3
+        assert len(work.replayed) == graphs
         assert (work.waits, work.blocking_copies) == (1, 0), work.where
-        assert work.launches == OUTSIDE_WITH_STATES, work.names
+        assert work.launches == outside, work.names
 
 
 def test_the_most_that_a_sampled_round_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,12 +180,6 @@ def test_the_most_that_a_sampled_round_starts(monkeypatch: pytest.MonkeyPatch) -
     with fake_pair(TARGETS["Llama 3.1 8B"]) as (counting, drafter):
         found = write(counting, drafter, Text(captured=True, do_sample=True), 10)
     assert Counter(each.launches for each in found.rounds[1:]) == {12: 7, 14: 2}
-
-
-def test_the_next_texts_record_nothing() -> None:
-    with fake_pair(TARGETS["Llama 3.1 8B"]) as (counting, drafter):
-        made = [write(counting, drafter, Text(captured=True), 2) for _ in range(3)]
-    assert [[len(each.recorded) for each in found.rounds] for found in made] == [[3, 0], [0, 0], [0, 0]]
 
 
 SERVED = {
@@ -176,28 +191,22 @@ SERVED = {
 are drawn without a seed (drawn now and then for many tokens); of penalised ones their tokens."""
 
 
-@pytest.mark.parametrize("kind", SERVED)
-def test_a_servers_round_is_two_graphs_and_one_wait(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "kind"), [*(("Llama 3.1 8B", kind) for kind in SERVED), *((target, "greedy") for target in OF_STATES)]
+)
+def test_a_servers_round_is_two_graphs_and_one_wait(target: str, kind: str) -> None:
+    """Where layers keep states one graph more moves them on: each row keeps its own number of drafts, a tensor."""
     sampling, outside = SERVED[kind]
-    with fake_pair(TARGETS["Llama 3.1 8B"]) as (counting, drafter):
-        works, fallbacks = fake_serving.serve(counting, drafter, 4, ROUNDS + 1, sampling)
+    has_states = target in OF_STATES
+    with fake_pair(config_of_states(target) if has_states else TARGETS[target]) as (counting, drafter):
+        works, fallbacks = serve(counting, drafter, 4, ROUNDS + 1, sampling)
+    work, graphs = works[-1], 2 + has_states
     assert not fallbacks
-    assert [len(work.recorded) for work in works] == [3, 0, 0, 0]  # drafting once, and the two
-    assert len(works[-1].replayed) == 2
-    assert (works[-1].waits, works[-1].blocking_copies, works[-1].copied) == (1, 0, 0), works[-1].where
-    assert works[-1].launches == outside, works[-1].names
-
-
-@pytest.mark.parametrize("target", OF_STATES)
-def test_so_it_is_where_layers_keep_states(target: str) -> None:
-    """With the graph that moves them on: each row keeps its own number of drafts, which is a tensor."""
-    with fake_pair(config_of_states(target)) as (counting, drafter):
-        works, fallbacks = fake_serving.serve(counting, drafter, 4, ROUNDS)
-    assert not fallbacks
-    assert [len(work.recorded) for work in works] == [4, 0, 0]
-    assert len(works[-1].replayed) == 3
-    assert (works[-1].waits, works[-1].blocking_copies) == (1, 0), works[-1].where
-    assert works[-1].launches == 7 + 3, works[-1].names
+    assert [len(work.recorded) for work in works] == [graphs + 1, 0, 0, 0]  # drafting once, and those of each round
+    assert len(work.replayed) == graphs
+    assert (work.waits, work.blocking_copies) == (1, 0), work.where
+    assert has_states or not work.copied
+    assert work.launches == outside + 3 * has_states, work.names
 
 
 def test_a_head_inside_the_target_drafts_by_three_graphs_and_one_wait() -> None:
@@ -260,3 +269,84 @@ def test_a_card_that_is_not_there_counts_what_it_is_asked() -> None:
         work = counting.work
     assert (work.stored, work.waits, work.blocking_copies) == (8 * 2 * 128 * 4, 1, 1)
     assert work.read == 8 * 64 * 128 * 4 + 4  # the keys, then their sum
+
+
+# --- what stays between texts -----------------------------------------------------------------------------------------
+
+CARD = find_card("RTX 4090")
+PROCESSORS = (
+    hf.RepetitionPenaltyLogitsProcessor(1.05),
+    hf.TemperatureLogitsWarper(0.7),
+    hf.TopPLogitsWarper(0.9),
+)
+"""Of the texts that take most: drawn, from a top-p of many tokens, under a penalty."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that stay after texts of two lengths: weights, keys with values, all else that one length brings, what
+    comes once, and what steps need between their kernels."""
+
+    weights: int
+    per_length: int
+    once: int
+    pool: int
+
+    def total(self, lengths: int) -> int:
+        return self.weights + lengths * self.per_length + self.once + self.pool
+
+
+def kept_by(pair: tuple[Counting, Eagle31Drafter], prompts: tuple[int, int], longest: int, chunk: int) -> Kept:
+    """Write two texts, the longer first, so that the other lies in its memory; and single tokens of both."""
+    counting, drafter = pair
+    made: list[int] = []
+    weights = storage_bytes(drafter.binding.model) + storage_bytes(drafter)
+    verify = CompiledVerification.__call__
+    resting = mock.patch.object(CompiledVerification, "__call__", lambda *told, rests: verify(*told, rests=True))
+    with StorageCounter() as counter, resting:  # a graph for single tokens pays at once
+        for prompt in prompts:
+            for shape in (CHAIN, DraftShape(0)):
+                text = Text(prompt, longest, shape, captured=True, do_sample=True, processors=PROCESSORS, chunk=chunk)
+                assert not write(counting, drafter, text, 2).fallbacks
+            gc.collect()
+            made.append(counter.live_bytes)
+    first, both = made
+    return Kept(weights, per_length=both - first, once=first - (both - first), pool=counting.pool_bytes)
+
+
+@pytest.mark.parametrize("nf4", [False, True], ids=["bf16", "nf4"])
+def test_a_plan_knows_what_stays_between_texts(nf4: bool) -> None:
+    config = TARGETS["Llama 3.1 8B"]
+    settings = MemorySettings(context=Text.longest, draft_tokens=CHAIN.depth, prefill_chunk=2048)
+    facts = read_target(config, "bnb-nf4-dq" if nf4 else "bf16")
+    with fake_pair(config, nf4=nf4) as pair:
+        drafter_config = pair[1].config
+        kept = kept_by(pair, (32_000, 16_000), Text.longest, 2048)
+    drafter = read_drafter(drafter_config, facts)
+    ledger = build_ledger(facts, drafter, CARD, settings)  # its dry run needs no card, nor one that is not there
+    beside = 0 if nf4 else kept.weights  # which would hide the rest; but what is unpacked lies in the pool on a card
+    assert staying(ledger) - beside == pytest.approx(kept.total(recorded_lengths(Text.longest)) - beside, rel=0.02)
+
+
+@pytest.mark.parametrize(("target", "times"), [("Qwen3.5 9B", 1), ("Nemotron 3 Nano", 1), ("Nemotron 3 Nano", 3)])
+def test_a_plan_knows_what_stays_of_states(target: str, times: int) -> None:
+    """The rows' own, what chains and single tokens leave of them, for each length and where they are moved on, a set
+    that is moved on, and one that mixers are handed. Weights aside, which would hide it."""
+    config, longest = config_of_states(target, times), 1000
+    settings = MemorySettings(context=longest, draft_tokens=CHAIN.depth, prefill_chunk=256)
+    facts = read_target(config, "bf16")
+    with fake_pair(config) as pair:
+        drafter_config = pair[1].config
+        kept = kept_by(pair, (900, 450), longest, 256)
+    drafter = read_drafter(drafter_config, facts)
+    ledger = build_ledger(facts, drafter, CARD, settings)
+    found = kept.total(recorded_lengths(longest)) - kept.weights
+    assert staying(ledger) - kept.weights == pytest.approx(found, rel=0.02)
+
+
+def staying(ledger: Sequence[LedgerTerm]) -> int:
+    """What is planned to stay, without what storages do not show: the runtime's, cuBLAS's, and what is unpacked within
+    bitsandbytes' operation."""
+    planned = sum(term.num_bytes for term in ledger if BETWEEN in term.moments)
+    unpacked = sum(term.num_bytes for term in ledger if term.name == "unpacking workspace, verify")
+    return planned - CARD.context_bytes - workspace_bytes(CARD) - unpacked
