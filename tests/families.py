@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -308,24 +309,18 @@ def clamped_target(family: str) -> Any:
 # --- hybrids that see -------------------------------------------------------------------------------------------------
 
 
-def _hybrid_vl(kind: str, fields: dict[str, Any]) -> Any:
-    scaling = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
-    text = {**fields, "rope_parameters": {**scaling, "mrope_section": [4, 2, 2], "mrope_interleaved": True}}
+def _hybrid_vl(kind: str, text_family: str) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [4, 2, 2]}
+    text = {**RECURRENT_FAMILIES[text_family], "rope_parameters": {**rope, "mrope_interleaved": True}}
     tower = {**QWEN_TOWER, "num_position_embeddings": 16}
     config = getattr(hf, f"{kind}Config")(text_config=text, vision_config=tower, **QWEN_IDS)
     return remembering(getattr(hf, f"{kind}ForConditionalGeneration")(config))
 
 
 SEEING_HYBRIDS: dict[str, SeeingFamily] = {
-    "qwen3_5": SeeingFamily(
-        lambda: _hybrid_vl("Qwen3_5", RECURRENT_FAMILIES["qwen3_5_text"]), is_marked=True, is_in_patches=True,
-        extra=_grid,
-    ),
-    "qwen3_5_moe": SeeingFamily(
-        lambda: _hybrid_vl("Qwen3_5Moe", RECURRENT_FAMILIES["qwen3_5_moe_text"]), is_marked=True, is_in_patches=True,
-        extra=_grid,
-    ),
-}  # fmt: skip
+    kind: SeeingFamily(partial(_hybrid_vl, name, f"{kind}_text"), is_marked=True, is_in_patches=True, extra=_grid)
+    for kind, name in (("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe"))
+}
 
 
 # --- targets whose positions end --------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from random_pair import SIZES, counted_on, counting_drafter, llama_config, rando
 NEW_TOKENS = 32
 DRAFT_VOCABULARY = 32_000  # of a drafter that nobody has named, as plans assume it
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+PLANNED = ("context", "batch", "draft_tokens", "tree_size", "tree_width", "cache_type", "drafter_precision")
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,8 @@ class PeakRun:
             llama_config(self.size),
             quantization=replace(SCHEMES["bnb-nf4-dq"], dtype=plain) if self.four_bit else plain,
             card=card,
-            context=self.context,
-            batch=self.batch,
-            draft_tokens=self.draft_tokens,
-            tree_size=self.tree_size,
-            tree_width=self.tree_width,
             prefill_chunk=self.prefill_chunk or self.prompt_tokens,
-            cache_type=self.cache_type,
-            drafter_precision=self.drafter_precision,
+            **{name: getattr(self, name) for name in PLANNED},
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from helpers import (
     CONFIGS,
     GROUPED,
     assert_same_or_tie,
+    assert_same_text,
     configured,
     left_padded,
     oracle_drafts,
@@ -31,6 +33,7 @@ from helpers import (
     random_prompts,
     random_target,
     use_fixed_shapes_only,
+    write,
 )
 from peak_runs import RUNS, AllocatorMeter, PeakRun, StorageMeter, measure_peak
 
@@ -42,7 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": CHAIN,
     "tree": {**CHAIN, "draft_top_k": 2, "draft_tree_size": 15},
 }
-NEW_TOKENS = 24
+LENGTH: dict[str, Any] = {"max_new_tokens": 24}
 
 
 def _pair(family: str, device: str, dtype: torch.dtype = torch.float32) -> Eagle31Drafter:
@@ -54,17 +57,10 @@ def _inputs(rows: int, device: str, seed: int = 0) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in left_padded(random_prompts(rows, seed=seed)).items()}
 
 
-def _greedy(drafter: Eagle31Drafter, inputs: dict[str, Tensor], **arguments: Any) -> Tensor:
-    model = drafter.binding.model
-    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, **arguments)
-
-
-def _with_drafts(
-    drafter: Eagle31Drafter, inputs: dict[str, Tensor], plain: Tensor, how: dict[str, Any] | None = None, **fields: Any
-) -> Tensor:
+def _with_drafts(drafter: Eagle31Drafter, inputs: dict[str, Tensor], plain: Tensor, **fields: Any) -> Tensor:
     """The text by our own loop, with drafts that are right for a while."""
     with configured(drafter, **fields), oracle_drafts(plain, inputs["input_ids"].shape[1]):
-        ours = _greedy(drafter, inputs, assistant_model=drafter, **how or {})
+        ours = write(drafter.binding.model, inputs, assistant_model=drafter, **LENGTH)
     assert drafter.stats.loop == "own"
     return ours
 
@@ -83,22 +79,22 @@ def test_our_loop_writes_the_plain_text(family: str, how: dict[str, Any], dtype:
     if how and dtype == torch.bfloat16:
         pytest.skip("a tie is found by scores that no processor has changed")
     drafter = _pair(family, device, dtype)
-    for rows in (1, 3):
+    for rows, fields in itertools.product((1, 3), SHAPES.values()):
         inputs = _inputs(rows, device, seed=rows)
-        plain = _greedy(drafter, inputs, **how)
-        for fields in SHAPES.values():
-            ours = _with_drafts(drafter, inputs, plain, how, **fields)
-            ties = assert_same_or_tie(drafter.binding.model, inputs, plain, ours)
-            assert ties == 0 or dtype == torch.bfloat16
+        if dtype == torch.float32:
+            assert_same_text(drafter.binding.model, drafter, inputs, oracle=0, settings=fields, **LENGTH, **how)
+        else:
+            plain = write(drafter.binding.model, inputs, **LENGTH)
+            assert_same_or_tie(drafter.binding.model, inputs, plain, _with_drafts(drafter, inputs, plain, **fields))
 
 
 @devices
 def test_a_cache_in_eight_bits_reads_the_same_with_drafts(device: str) -> None:
     drafter = _pair("llama", device)
-    inputs = _inputs(2, device)
+    model, inputs = drafter.binding.model, _inputs(2, device)
     with configured(drafter, cache_type="int8", **CHAIN):
-        with oracle_drafts(_greedy(drafter, inputs), inputs["input_ids"].shape[1], right=0):
-            truth = _greedy(drafter, inputs, assistant_model=drafter)
+        with oracle_drafts(write(model, inputs, **LENGTH), inputs["input_ids"].shape[1], right=0):
+            truth = write(model, inputs, assistant_model=drafter, **LENGTH)
         assert drafter.stats.cache_type == "int8"
     for fields in SHAPES.values():
         assert torch.equal(_with_drafts(drafter, inputs, truth, cache_type="int8", **fields), truth)
@@ -128,7 +124,7 @@ def test_packed_targets_and_drafters_write_the_plain_text(packing: str, device: 
             tmp_path / "drafter", target=target, quantization_config=quantization_config
         )
         inputs = _inputs(1, device)
-        plain = _greedy(drafter, inputs)
+        plain = write(target, inputs, **LENGTH)
         for fields in SHAPES.values():
             ours = _with_drafts(drafter, inputs, plain, **fields)
             assert_same_or_tie(target, inputs, plain, ours)
@@ -146,13 +142,11 @@ def test_compiled_steps_write_the_plain_text(shape: str, device: str, monkeypatc
     if device == "cpu":
         use_fixed_shapes_only(monkeypatch)
     drafter = _pair("llama", device)
+    how: dict[str, Any] = {"oracle": 0, "settings": {"acceleration": "compile", **SHAPES[shape]}, **LENGTH}
     for rows in (1, 3):
-        inputs = _inputs(rows, device, seed=rows)
-        plain = _greedy(drafter, inputs)
         for _ in range(2):  # made, then replayed
-            ours = _with_drafts(drafter, inputs, plain, acceleration="compile", **SHAPES[shape])
+            assert_same_text(drafter.binding.model, drafter, _inputs(rows, device, seed=rows), **how)
             assert drafter.stats.fallbacks == []
-            assert assert_same_or_tie(drafter.binding.model, inputs, plain, ours) == 0
     compiled: Any = Pair.of(drafter).graphs
     kinds = {kind for kind, *_ in compiled.keys}
     whole = {"chain": {"chain", "advance"}, "tree": {"tree", "advance"}}
@@ -178,9 +172,8 @@ def test_captured_steps_write_the_plain_text(family: str, shape: str, rows: int)
         patch.setattr(CapturedStep, "_record", record)
         patch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 1)
         for seed in range(4):
-            inputs = _inputs(rows, "cuda", seed)
-            plain = _greedy(drafter, inputs)
-            assert torch.equal(_with_drafts(drafter, inputs, plain, **SHAPES[shape]), plain)
+            inputs, how = _inputs(rows, "cuda", seed), {"oracle": 0, "settings": SHAPES[shape]}
+            assert_same_text(drafter.binding.model, drafter, inputs, **how, **LENGTH)
             assert drafter.stats.fallbacks == []
     assert recorded
 
@@ -250,14 +243,14 @@ def test_too_little_memory_costs_steps_and_not_the_text(device: str) -> None:
     drafter = random_drafter(target, aux_layers=[1, 2, 4])
     ids = torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    plain = _greedy(drafter, inputs)
+    plain = write(target, inputs, **LENGTH)
     with configured(drafter, **CHAIN):
         meter = AllocatorMeter(torch.device(device)) if device == "cuda" else StorageMeter()
-        peak = meter.peak(lambda: _greedy(drafter, inputs, assistant_model=drafter))
+        peak = meter.peak(lambda: write(target, inputs, assistant_model=drafter, **LENGTH))
         with _scarce(device, int(0.6 * peak)):
-            ours = _greedy(drafter, inputs, assistant_model=drafter)
+            ours = write(target, inputs, assistant_model=drafter, **LENGTH)
         assert drafter.stats.memory_steps
-        again = _greedy(drafter, inputs, assistant_model=drafter)
+        again = write(target, inputs, assistant_model=drafter, **LENGTH)
         assert not drafter.stats.memory_steps, "the next call starts as configured"
     for text in (ours, again):
         assert assert_same_or_tie(target, inputs, plain, text) == 0

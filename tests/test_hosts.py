@@ -128,21 +128,10 @@ def training(model):
 # --- as smolagents' TransformersModel does ----------------------------------------------------------------------------
 
 
-class StopOnStrings(StoppingCriteria):
-    """As its class of this name: it collects the last token of each call, so it has to be asked after every one."""
-
-    def __init__(self, stops):
-        self.stops, self.stream = stops, ""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.stream += demo_tokenizer().decode(input_ids[0][-1], skip_special_tokens=True)
-        return any(self.stream.endswith(stop) for stop in self.stops)
-
-
 def agent(model):
     for messages in CONVERSATIONS:
         prompt = batch_of([messages])["input_ids"]
-        rules = StoppingCriteriaList([StopOnStrings(["Observation:", "?"])])
+        rules = StoppingCriteriaList([EndsWhenAllHaveEnded("?", prompt.shape[1], 1)])
         kwargs = {"inputs": prompt, "use_cache": True, "max_new_tokens": 40}
         yield model.generate(**kwargs, stopping_criteria=rules).tolist()
         streamer = TextIteratorStreamer(demo_tokenizer(), skip_prompt=True, skip_special_tokens=True, timeout=60)
