@@ -230,7 +230,7 @@ def written_layout(name: str) -> Layout:
 
 _FACTS: dict[str, tuple[str, Callable[[Eagle31Config], bool]]] = {
     "latent": ("latent attention (kv_lora_rank)", lambda c: c.is_latent),
-    "grouped": ("attention with keys and values of its own (kv_lora_rank=None)", lambda c: not c.is_latent),
+    "grouped": ("attention that is not latent (kv_lora_rank=None)", lambda c: not c.is_latent),
     "concatenated": ("one norm over all aux states (aux_norm='concatenated')", lambda c: c.aux_norm == "concatenated"),
     "qk_norm": ("query and key norms (qk_norm)", lambda c: c.qk_norm),
     "fc_bias": ("a bias on fc (fc_bias)", lambda c: c.fc_bias),
@@ -264,7 +264,8 @@ def check_expressible(layout: Layout, config: Eagle31Config) -> None:
     unsaid = _unsaid(layout, config)
     if not unsaid:
         return
-    ways = [f"write it as {other.name}" for other in _WRITTEN.values() if not _unsaid(other, config)]
+    others = sorted(other.name for other in _WRITTEN.values() if not _unsaid(other, config))
+    ways = [f"write it as {' or '.join(others)}"] if others else []
     if _SHARED_HEADS.issuperset(unsaid):
         ways.append("name the target (--target), whose head is then copied into the drafter")
     raise ConfigurationError(

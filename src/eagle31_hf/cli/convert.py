@@ -67,7 +67,11 @@ def convert(
     lacks = {"the target's name": not checkpoint.target, "the target's embedding": not checkpoint.config.own_embedding}
     if layout.needs_target and any(lacks.values()):
         wanted = " and ".join(what for what, is_missing in lacks.items() if is_missing)
-        console.print(f"engines want {wanted} in {format} checkpoints: convert it with --target first", soft_wrap=True)
+        advice = (
+            f"Engines will not load it: they want {wanted} in {format} checkpoints. Convert again with --target TARGET"
+        )
+        console.print(advice, soft_wrap=True)
+        return
     for engine, line in serving_commands(checkpoint.target or UNKNOWN_TARGET, str(destination), format).items():
         console.print(f"\n{engine}:", markup=False)
         console.print(f"  {line}", soft_wrap=True, markup=False)
