@@ -1,16 +1,21 @@
-"""Files of conversations; every form of row, read with all its parts or refused by the name of what cannot be read."""
+"""Files of conversations; every form of row, read with all its parts or refused by the name of what cannot be read; and
+prompts that people measure by, read as they are published."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from eagle31_hf.errors import TrainingError
+from eagle31_hf.demo import CONVERSATIONS
+from eagle31_hf.errors import Eagle31Error, TrainingError
 from eagle31_hf.texts.conversations import read_conversations
+from eagle31_hf.texts.prompts import PLACEHOLDER, embedded_prompts, read_prompts
 from eagle31_hf.texts.rows import Conversation, conversation_from_row
+from helpers import SHARED
 
 SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Arr"}]
 SHARE = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Arr"}]
@@ -132,6 +137,11 @@ def turns(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
+def answered(**fields: Any) -> list[dict[str, Any]]:
+    """The chat, whose answer has these fields, too."""
+    return [SAID[0], SAID[1] | fields]
+
+
 THOUGHT = '<details type="reasoning" done="true">\n> hm\n</details>\nArr'
 TREE = {
     "a": {**SAID[0], "parentId": None},
@@ -177,6 +187,15 @@ FORMS = {
         [PIRATE, *SAID],
     ),
     "Open WebUI by its tree": ({"chat": {"history": {"currentId": "c", "messages": TREE}}}, SAID),
+    "reasoning": ({"messages": answered(reasoning="hm")}, answered(reasoning_content="hm")),
+    "reasoning by both names": (
+        {"messages": answered(reasoning_content="hm", reasoning="other")},
+        answered(reasoning_content="hm"),
+    ),
+    "weight 0": ({"messages": answered(weight=0)}, answered(weight=0)),
+    "not trained": ({"messages": answered(train=False)}, answered(weight=0)),
+    "without loss": ({"messages": answered(loss=False)}, answered(weight=0)),
+    "weight 1, trained, with loss": ({"messages": answered(weight=1, train=1, loss=1)}, SAID),
 }
 
 
@@ -189,25 +208,6 @@ def test_all_parts_of_a_row_are_read(form: str) -> None:
 def test_tools_may_be_json_text() -> None:
     tools = [{"type": "function", "function": {"name": "weather"}}]
     assert row(messages=SAID, tools=json.dumps(tools)) == row(messages=SAID, tools=tools)
-
-
-def test_reasoning_has_one_name() -> None:
-    """As `serve` reads it in messages."""
-    for thought in (
-        {"reasoning": "hm"},
-        {"reasoning_content": "hm"},
-        {"reasoning_content": "hm", "reasoning": "other"},
-    ):
-        read = row(messages=[SAID[0], {**SAID[1], **thought}]).messages[1]
-        assert read == {**SAID[1], "reasoning_content": "hm"}
-
-
-@pytest.mark.parametrize("not_learned", [{"weight": 0}, {"train": False}, {"loss": False}])
-def test_turns_that_are_not_to_be_learned_are_marked(not_learned: dict[str, Any]) -> None:
-    read = row(messages=[SAID[0], {**SAID[1], **not_learned}, *SAID]).messages
-    assert [message.get("weight") for message in read] == [None, 0, None, None]
-    learned = {name: 1 for name in not_learned}
-    assert list(row(messages=[SAID[0], {**SAID[1], **learned}]).messages) == SAID
 
 
 @pytest.mark.parametrize(
@@ -264,3 +264,122 @@ def test_tables_that_cannot_be_read_are_named(tmp_path: Path, content: str, mess
     (tmp_path / "rows.csv").write_text(content)
     with pytest.raises(TrainingError, match=message):
         read_conversations([tmp_path / "rows.csv"])
+
+
+# --- prompts to measure by --------------------------------------------------------------------------------------------
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "category", "words"),
+    [
+        ({"question_id": 81, "category": "writing", "turns": ["One.", "Two."]}, "81", "writing", "One."),
+        ({"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"}, "HumanEval/0", "file", "def f():"),
+        ({"question": "How many?", "answer": "2"}, "1", "file", "How many?"),
+        ({"id": "a", "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "U"},
+                                  {"role": "assistant", "content": "A"}]}, "a", "file", "U"),
+        ({"instruction": "Do.", "turns": None}, "1", "file", "Do."),
+        ({"turns": "One."}, "1", "file", "One."),
+    ],
+)  # fmt: skip
+def test_rows_are_read_as_they_are_published(tmp_path, row, name, category, words):
+    (prompt,) = read_prompts([write(tmp_path / "file.jsonl", row)])
+    assert (prompt.id, prompt.suite, prompt.category) == (f"file/{name}", "file", category)
+    assert prompt.messages[-1] == {"role": "user", "content": words}
+
+
+def test_a_prompt_ends_with_the_first_unanswered_turn_or_the_users_third_at_most(tmp_path):
+    turns = [{"role": "assistant" if i % 2 else "user", "content": str(i)} for i in range(8)]
+    rows = [
+        {"system": "Be brief.", "turns": ["t", "u"]},
+        {"turns": ["t", "u"]},
+        *({"conversations": turns[:n]} for n in (8, 2)),
+    ]
+    prompts = read_prompts([write(tmp_path / "file.jsonl", *rows)])
+    told = [[turn["content"] for turn in prompt.messages] for prompt in prompts]
+    assert told == [["Be brief.", "t"], ["t"], ["0", "1", "2", "3", "4"], ["0"]]
+
+
+def test_the_published_files():
+    folder = SHARED / "data" / "prompts"
+    mt_bench = read_prompts([f"mt-bench={folder / 'spec_bench_question.jsonl'}"])
+    assert len(mt_bench) == 80
+    assert len({prompt.category for prompt in mt_bench}) == 8
+    assert len(read_prompts([str(folder / "spec_bench_question.jsonl")])) == 480
+    assert len(read_prompts([str(folder / "HumanEval.jsonl"), f"gsm8k={folder / 'gsm8k_test_500.jsonl'}"])) == 664
+    few = read_prompts([f"mt-bench={folder / 'spec_bench_question.jsonl'}"], limit=8)
+    assert len({prompt.category for prompt in few}) == 8, "few of them are still of every kind"
+
+
+def test_a_hub_data_set_is_read_by_its_test_split(monkeypatch):
+    asked = []
+    data = {"train": [{"prompt": "no"}], "test": [{"prompt": "yes", "category": "kind"}]}
+
+    def load(repository, config, split=None):
+        asked.append((repository, config, split))
+        if split is not None:
+            return [{"prompt": split}]
+        if repository not in ("org/data", "org/one", "org/two"):
+            raise ConnectionError("no way\nthere")
+        return {"org/data": data, "org/one": {"prompts": [{"prompt": "only"}]}, "org/two": {"a": [], "b": []}}[
+            repository
+        ]
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("datasets.get_dataset_config_names", lambda repository: ["qualitative"])
+    (prompt,) = read_prompts(["speed=org/data:qualitative"])
+    assert (prompt.id, prompt.category, prompt.messages[0]["content"]) == ("speed/1", "kind", "yes")
+    assert read_prompts(["org/one"])[0].messages[0]["content"] == "only"
+    for part in ("train", "train[:1000]", "train[:5%]+test"):
+        for source in (f"org/data:{part}", f"org/data:x:{part}"):
+            assert read_conversations([source])[0].messages[0]["content"] == part
+    assert [asked[0], asked[3]] == [("org/data", "qualitative", None), ("org/data", "x", "train")]
+    with pytest.raises(TrainingError, match="no split 'test'; name one of a, b"):
+        read_prompts(["org/two"])
+    with pytest.raises(TrainingError, match=r"'org/other', and the Hub did not give it: no way; check"):
+        read_prompts(["org/other"])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"turns": ["  "]}, "line 1: no prompt"),
+        ({"messages": [{"role": "assistant", "content": "A"}]}, "line 1: no prompt"),
+        ({"text": "not asked"}, "line 1: no prompt"),
+        ({"turns": [f"{PLACEHOLDER}: x"], "category": "rag"}, "placeholders: .*prepare.py"),
+    ],
+)
+def test_bad_rows_are_told_with_their_line(tmp_path, row, message):
+    with pytest.raises(TrainingError, match=message):
+        read_prompts([write(tmp_path / "file.jsonl", row)])
+
+
+def test_sources_that_give_no_prompt_or_one_twice(tmp_path, monkeypatch):
+    same = [{"id": 7, "prompt": "a"}, {"id": 7, "prompt": "b"}]
+    one = write(tmp_path / "one.jsonl", *same[:1])
+    assert [prompt.id for prompt in read_prompts([f"a={one}", f"b={one}"])] == ["a/7", "b/7"], "told apart by names"
+    for source, message in (
+        (write(tmp_path / "empty.jsonl"), "are empty"),
+        (write(tmp_path / "file.jsonl", *same), r"1 prompt ids stand more than once \(file/7\)"),
+    ):
+        with pytest.raises(Eagle31Error, match=message):
+            read_prompts([source])
+    monkeypatch.setattr(Path, "open", mock.Mock(side_effect=PermissionError(13, "not yours")))
+    with pytest.raises(TrainingError, match=r"file\.jsonl cannot be read \(not yours\)"):
+        read_prompts([str(tmp_path / "file.jsonl")])
+
+
+def test_a_folder_is_one_source_whose_files_share_the_limit(tmp_path):
+    for name in "ab":
+        rows = [json.dumps({"id": f"{name}{n}", "prompt": "What is two and two?"}) for n in range(6)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    assert [prompt.id for prompt in read_prompts([str(tmp_path)], limit=4)] == ["a/a0", "a/a3", "b/b0", "b/b3"]
+
+
+def test_the_embedded_prompts_are_of_two_kinds():
+    assert {prompt.category for prompt in embedded_prompts()} == {"bookings", "sums"}
+    assert len({prompt.id for prompt in embedded_prompts()}) == len(CONVERSATIONS)
