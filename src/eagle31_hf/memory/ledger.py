@@ -31,7 +31,6 @@ BETWEEN = "between texts"
 MOMENTS = (*RUNNING, BETWEEN)
 ROUND = (VERIFY, ACCEPT, UPDATE, DRAFT)
 
-_COUNTED = "counted by a run without memory"
 ACCEPT_BYTES = 4 + 4 + 4 + 8 + 4 + 2
 """For each logit: fp32 scores before and after, a sorted copy and its ids, their sums, and which of them go, twice."""
 
@@ -77,10 +76,6 @@ class MemorySettings:
         top_k = self.draft_top_k or USUAL_TREE.top_k
         return DraftShape(self.draft_tokens, top_k=top_k, size=self.tree_size)
 
-    @property
-    def chunk(self) -> int:
-        return min(self.prefill_chunk, self.context)
-
 
 @dataclass(frozen=True)
 class LedgerTerm:
@@ -88,8 +83,8 @@ class LedgerTerm:
 
     name: str
     num_bytes: int
-    formula: str
     moments: tuple[str, ...]
+    formula: str = "counted by a run without memory"
 
 
 def build_ledger(
@@ -117,7 +112,8 @@ class _Ledger:
     def __init__(self, target: TargetFacts, drafter: DrafterFacts | None, card: Card, settings: MemorySettings):
         self.target, self.card, self.settings = target, card, settings
         self.drafter = drafter if settings.speculates else None
-        self.batch, self.nodes, self.chunk = settings.batch, settings.shape.nodes, settings.chunk
+        self.batch, self.nodes = settings.batch, settings.shape.nodes
+        self.chunk = min(settings.prefill_chunk, settings.context)
         self.captured = self.drafter is not None and captures_steps(target, card, settings)
         self.kept = MOMENTS if self.captured else RUNNING
         (self.slots, block), cache_type = settings.shape.target_cache(settings.context, self.chunk), settings.cache_type
@@ -130,7 +126,7 @@ class _Ledger:
     def terms(self) -> tuple[LedgerTerm, ...]:
         """All that are not empty."""
         terms = [
-            LedgerTerm("runtime", self.card.context_bytes, "CUDA or Metal, before the first tensor", MOMENTS),
+            LedgerTerm("runtime", self.card.context_bytes, MOMENTS, "CUDA or Metal, before the first tensor"),
             *self._weights(),
             *self._target(),
         ]
@@ -154,9 +150,9 @@ class _Ledger:
         elements, matrices = f"elements * {packing.dtype_bytes}", FORMULAS.get(packing.method, "size of the files")
         plain = "storages of the loaded model" if target.loaded else elements
         return [
-            LedgerTerm(f"target weights, {packing.name}", weights.packed, matrices, MOMENTS),
-            LedgerTerm("target experts, not packed", weights.experts, elements, MOMENTS),
-            LedgerTerm("target weights, not packed", weights.plain, plain, MOMENTS),
+            LedgerTerm(f"target weights, {packing.name}", weights.packed, MOMENTS, matrices),
+            LedgerTerm("target experts, not packed", weights.experts, MOMENTS, elements),
+            LedgerTerm("target weights, not packed", weights.plain, MOMENTS, plain),
         ]
 
     def _target(self) -> list[LedgerTerm]:
@@ -170,17 +166,16 @@ class _Ledger:
         # Where rows end in different columns, the logits of all these of each row; scores of each row's last token.
         last = batch * (prefill.logits + vocabulary * 4)
         return [
-            LedgerTerm(f"target cache, {settings.cache_type}", self.held.cache, _COUNTED, self.kept),
+            LedgerTerm(f"target cache, {settings.cache_type}", self.held.cache, self.kept),
             *self._states(),
-            LedgerTerm("prefill activations", prefill.activations + batch * self.chunk * self.tapped, _COUNTED,
-                       (PREFILL,)),
-            LedgerTerm("prefill logits", last, "B*B*V * b + B*V * 4", (DRAFTER_PREFILL,)),
-            LedgerTerm("verify activations", verify.activations + rows * self.tapped, _COUNTED, (VERIFY,)),
-            LedgerTerm("one layer moving to a larger buffer", verify.largest_layer, "its keys and values", (VERIFY,)),
-            LedgerTerm("verify logits", self.nodes * verify.logits, "B*N*V * b", (ACCEPT, UPDATE)),
-            LedgerTerm("acceptance", accept, f"B*N*V * {ACCEPT_BYTES} + hidden states", (ACCEPT,)),
-            LedgerTerm("sampling noise", noise, "(16 + K + 1, by graphs 2K + 1) * B*V * 4, of one row twice", ROUND),
-            LedgerTerm("kept scores", rows * vocabulary * 4, "B*N*V * 4", (UPDATE,)),
+            LedgerTerm("prefill activations", prefill.activations + batch * self.chunk * self.tapped, (PREFILL,)),
+            LedgerTerm("prefill logits", last, (DRAFTER_PREFILL,), "B*B*V * b + B*V * 4"),
+            LedgerTerm("verify activations", verify.activations + rows * self.tapped, (VERIFY,)),
+            LedgerTerm("one layer moving to a larger buffer", verify.largest_layer, (VERIFY,), "its keys and values"),
+            LedgerTerm("verify logits", self.nodes * verify.logits, (ACCEPT, UPDATE), "B*N*V * b"),
+            LedgerTerm("acceptance", accept, (ACCEPT,), f"B*N*V * {ACCEPT_BYTES} + hidden states"),
+            LedgerTerm("sampling noise", noise, ROUND, "(16 + K + 1, by graphs 2K + 1) * B*V * 4, of one row twice"),
+            LedgerTerm("kept scores", rows * vocabulary * 4, (UPDATE,), "B*N*V * 4"),
             self._workspace(packing, matrices, batch * self.chunk, PREFILL),
             self._workspace(packing, matrices, rows, VERIFY),
         ]  # fmt: skip
@@ -191,18 +186,18 @@ class _Ledger:
         """What a product with a packed matrix takes."""
         needed, (rows, columns) = max((packing.workspace_bytes(*matrix, tokens), matrix) for matrix in matrices)
         formula = f"largest packed matrix, {rows} x {columns}"
-        return LedgerTerm(f"{whose}unpacking workspace, {moment}", needed, formula, (moment,))
+        return LedgerTerm(f"{whose}unpacking workspace, {moment}", needed, (moment,), formula)
 
     def _states(self) -> list[LedgerTerm]:
         """Recurrent and convolution states. Where steps are captured, those of each row stay for the next text."""
         verify = self.verify
         copies = max(self.batch, 2) * verify.states // self.batch
         return [
-            LedgerTerm("target states", verify.states, "B*S", self.kept),
-            LedgerTerm("target states, of a block", verify.states, "B*S", RUNNING),
-            LedgerTerm("target states, recorded", verify.recorded, _COUNTED, ROUND),
-            LedgerTerm("target states, rebuilt", verify.rebuilding, _COUNTED, (ACCEPT,)),
-            LedgerTerm("target states, copies", copies, "max(B, 2) * S", RUNNING),
+            LedgerTerm("target states", verify.states, self.kept, "B*S"),
+            LedgerTerm("target states, of a block", verify.states, RUNNING, "B*S"),
+            LedgerTerm("target states, recorded", verify.recorded, ROUND),
+            LedgerTerm("target states, rebuilt", verify.rebuilding, (ACCEPT,)),
+            LedgerTerm("target states, copies", copies, RUNNING, "max(B, 2) * S"),
         ]
 
     # --- drafter -----------------------------------------------------------------------------------------------------
@@ -219,14 +214,14 @@ class _Ledger:
         held = drafter.count(self._kept_rows(self._drafter_forward(settings.shape.draft_block)))
         prefill = replace(self._drafter_forward(chunk), slots=settings.context, grows=True)
         return [
-            LedgerTerm(f"drafter weights, {precision.name}", drafter.weight_bytes(precision), matrices, MOMENTS),
-            LedgerTerm(f"draft head, {precision.name}", drafter.head_bytes(precision), "Vd rows of H", MOMENTS),
-            LedgerTerm("drafter cache, full", held.cache, _COUNTED, self.kept),
-            LedgerTerm("drafter prefill activations", drafter.count(prefill).activations, _COUNTED, (DRAFTER_PREFILL,)),
-            LedgerTerm("drafter update activations", self._update(drafter), _COUNTED, (UPDATE,)),
-            LedgerTerm("draft activations", self._step(drafter), _COUNTED, (DRAFT,)),
-            LedgerTerm("drafter layer moving to a larger buffer", held.largest_layer, "its keys and values",
-                       (UPDATE, DRAFT)),
+            LedgerTerm(f"drafter weights, {precision.name}", drafter.weight_bytes(precision), MOMENTS, matrices),
+            LedgerTerm(f"draft head, {precision.name}", drafter.head_bytes(precision), MOMENTS, "Vd rows of H"),
+            LedgerTerm("drafter cache, full", held.cache, self.kept),
+            LedgerTerm("drafter prefill activations", drafter.count(prefill).activations, (DRAFTER_PREFILL,)),
+            LedgerTerm("drafter update activations", self._update(drafter), (UPDATE,)),
+            LedgerTerm("draft activations", self._step(drafter), (DRAFT,)),
+            LedgerTerm("drafter layer moving to a larger buffer", held.largest_layer, (UPDATE, DRAFT),
+                       "its keys and values"),
             self._workspace(precision, linears, batch * chunk, DRAFTER_PREFILL, "drafter "),
             self._workspace(precision, linears, updated, UPDATE, "drafter "),
             self._workspace(precision, with_head, stepped, DRAFT, "drafter "),
@@ -271,7 +266,7 @@ class _Ledger:
         drawn_by = batch * vocabulary * (4 * (3 * shape.depth + 1) + 2)
         # Moving states on reads what was given of them and gives as many, whatever the length.
         own = lengths * ((2 * self.nodes + 1) * one + drawn_by + 2 * given) + (lengths + 1) * verify.given
-        return LedgerTerm("recordings", pool + own + workspace_bytes(self.card), RECORDINGS_FORMULA, MOMENTS)
+        return LedgerTerm("recordings", pool + own + workspace_bytes(self.card), MOMENTS, RECORDINGS_FORMULA)
 
 
 HOPPER = (9, 0)

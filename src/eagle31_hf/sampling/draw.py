@@ -24,7 +24,6 @@ from ..drafting.shape import KEPT_BEHIND, ring_length
 KEPT_STATES = 256
 """Positions behind the slowest row whose generator state is kept (5 kB each on a CPU, 16 bytes on CUDA)."""
 
-
 NOT_PLAIN = "something else took random numbers while the text was sampled: it is not the text of plain generate"
 """Said where `PositionNoise.settle` finds that out."""
 
