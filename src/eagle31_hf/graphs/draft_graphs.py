@@ -53,6 +53,14 @@ class DraftNodes(NamedTuple):
         return tree if depth is None else tree.cut_to(depth)
 
 
+class Drafted(NamedTuple):
+    """A draft, and by what its graph is checked: the logits `(B, k, Vd)` of its first step; of a chain of one token,
+    for which there is no step, those it was chosen by."""
+
+    checked: Tensor
+    nodes: DraftNodes
+
+
 def draft_step(
     drafter: Eagle31Drafter,
     tokens: Tensor,
@@ -165,10 +173,14 @@ class DraftInputs(NamedTuple):
 
 
 class DraftInGraph:
-    """Steps within a step: a whole draft is then made as by eager code."""
+    """Steps within a step: a whole draft is then made as by eager code.
+
+    Attributes:
+        checked: see `Drafted`.
+    """
 
     def __init__(self, drafter: Eagle31Drafter, told: DraftInputs, levels: int, cache: FixedShapeCache):
-        self.drafter = drafter
+        self.drafter, self.checked = drafter, told.root.logits
         self._slots, self._cache = told.slots, cache
         self._cos, self._sin = rotary_of(drafter, told.slots, levels, told.rotary)
 
@@ -178,16 +190,20 @@ class DraftInGraph:
         """As `DraftSession.step`."""
         slots, here = self._slots[:, after : after + tokens.shape[1]], slice(depth, depth + 1)
         rotary = self._cos[:, here], self._sin[:, here]
-        return draft_step(self.drafter, tokens, feedback, slots, rotary, ancestors, self._cache)
+        state = draft_step(self.drafter, tokens, feedback, slots, rotary, ancestors, self._cache)
+        if depth == 0:
+            self.checked = state.logits
+        return state
 
 
 def whole_step(
     drafter: Eagle31Drafter, shape: DraftShape, choosing: GraphChoice, told: DraftInputs, cache: FixedShapeCache
-) -> DraftNodes:
+) -> Drafted:
     """A whole draft of this shape. The last token of a chain is not stepped over, though it has a slot."""
     steps, choice = DraftInGraph(drafter, told, shape.stepped_levels, cache), choosing.of_drafts(told.by)
     made_of = told.root, steps.step, drafter.draft_ids, told.roots, shape, choice
-    return DraftNodes.of(grow_tree(*made_of), shape) if shape.is_tree else DraftNodes(draft_chain(*made_of))
+    nodes = DraftNodes.of(grow_tree(*made_of), shape) if shape.is_tree else DraftNodes(draft_chain(*made_of))
+    return Drafted(steps.checked, nodes)
 
 
 # --- a session by graphs ----------------------------------------------------------------------------------------------
@@ -285,7 +301,7 @@ class CompiledDrafting:
             return None
         kind, size = ("tree", shape.nodes) if shape.is_tree else ("chain", shape.depth)
         key_shape = shape.depth, shape.top_k, self.inputs.num_slots
-        drafted: DraftNodes | None = self.graphs.run_or_eager(
+        drafted: Drafted | None = self.graphs.run_or_eager(
             GraphKey(kind, len(roots), size, key_shape, choosing.key),
             partial(whole_step, self.drafter, shape, choosing),
             lambda: (
@@ -295,4 +311,4 @@ class CompiledDrafting:
             lambda: None,
             pays=self.inputs.rows_pay,
         )
-        return None if drafted is None else drafted.to_tree(shape, depth)
+        return None if drafted is None else drafted.nodes.to_tree(shape, depth)

@@ -165,8 +165,7 @@ class Graphs:
 
 
 def _numbers_in(outputs: Any) -> list[Tensor]:
-    """Scores, hidden states and what recurrent states are moved on by; tokens may differ where scores tie, so drafts
-    alone are taken as they are."""
+    """Scores, hidden states and what recurrent states are moved on by; tokens may differ where scores tie."""
     return [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
 
 
@@ -175,7 +174,7 @@ def _require_agreement(found: list[Tensor], expected: list[Tensor]) -> None:
     if len(found) != len(expected):
         raise ArithmeticError(f"the compiled step gives {len(found)} tensors to compare; wanted {len(expected)}")
     errors = [_error_of(*pair, by_range=place == 0) for place, pair in enumerate(zip(found, expected, strict=True))]
-    for place, error in enumerate(torch.stack(errors).tolist() if errors else []):  # one wait for all
+    for place, error in enumerate(torch.stack(errors).tolist()):  # one wait for all
         if not error <= LARGEST_ERRORS.get(expected[place].dtype, LARGEST_ROUNDING_ERROR):
             where = f"output {place + 1} of {len(expected)} that were compared"
             raise ArithmeticError(f"the compiled step is off by {error:.2g} of the range of {where}")

@@ -104,7 +104,7 @@ class RoundStep:
         cos, sin = (table[rows, behind[:, : self.levels]] for table in turned)
         chosen_by = self._chosen_behind(by, path, readable)
         told = DraftInputs(read, slots[rows, behind], readable.bonus, (cos, sin), chosen_by)
-        nodes = whole_step(self.drafter, self.shape, self.choosing, told, cache)
+        nodes = whole_step(self.drafter, self.shape, self.choosing, told, cache).nodes
         host = for_host(acceptance, path, read.logits[:, 0, :1].isnan().any())
         return AcceptedAhead(read, host, nodes, self.shape)
 
