@@ -216,7 +216,7 @@ def test_a_round_that_makes_a_graph_has_no_seconds(monkeypatch: pytest.MonkeyPat
     assert seconds == [1.0, 0.0, 2.0, 0.0, 2.0]
 
 
-def test_printed_they_are_three_lines() -> None:
+def test_printed_they_are_three_lines_or_say_why_there_were_no_drafts() -> None:
     stats = SpeculationStats(new_tokens=9)
     stats.record_round(depth=3, nodes=3, accepted=[2])
     stats.record_round(depth=2, nodes=2, accepted=[2])
@@ -237,11 +237,8 @@ def test_printed_they_are_three_lines() -> None:
     assert memory == "memory ran out: workspaces freed 2x"
     stats.events.append(DraftEvent(5, "rest", "nothing was accepted"))
     assert "passes drafted nothing: nothing was accepted;" in str(stats)
-
-
-def test_plain_decoding_is_said_with_its_reason() -> None:
-    stats = SpeculationStats(loop="plain", reason="asked for", new_tokens=7)
-    assert str(stats) == "written by plain decoding, 1 token a pass: asked for"
+    plain = SpeculationStats(loop="plain", reason="asked for", new_tokens=7)
+    assert str(plain) == "written by plain decoding, 1 token a pass: asked for"
 
 
 @pytest.mark.parametrize("schedule", ["planned", "constant"])
