@@ -155,7 +155,7 @@ def first_logits(eagle: Eagle31Drafter, target: Any, ids: Tensor) -> list[Tensor
     eagle.generation_config.num_assistant_tokens_schedule = "constant"
     with mock.patch.object(Eagle31Drafter, "draft_logits", watched):
         target.generate(ids, assistant_model=eagle, do_sample=False, max_new_tokens=STEPS + 2)
-    return seen[:STEPS]
+    return seen[1 : STEPS + 1]  # behind what was read of the prompt before its first token
 
 
 @torch.no_grad()
