@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 from functools import cache
 from typing import Any
 
@@ -163,7 +162,8 @@ def _check_field(name: str, value: Any) -> None:
         require_count(name, value)
     if name == "draft_tree_size" and (not isinstance(value, int) or value < 2):
         raise ConfigurationError(f"draft_tree_size is {value!r}; wanted at least 2 (root and one draft token)")
-    if name == "draft_min_confidence" and not (_is_number(value) and 0.0 <= value < 1.0):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if name == "draft_min_confidence" and not (is_number and 0.0 <= value < 1.0):
         raise ConfigurationError(f"draft_min_confidence is {value!r}; wanted a probability below 1, or None")
 
 
@@ -171,10 +171,6 @@ def require_count(name: str, value: Any) -> None:
     """Raise a `ConfigurationError` unless the field's value is a whole number of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{name} is {value!r}; wanted a whole number of at least 1")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 OWN_FIELDS = tuple(Eagle31GenerationConfig.__annotations__)

@@ -63,7 +63,8 @@ def held_length(dynamic: DynamicCache) -> int:
     Raises:
         UnsupportedGenerationError: it holds states of a text of unknown length.
     """
-    with_states: list[Any] = [layer for layer in getattr(dynamic, "layers", ()) if _has_states(layer)]
+    layers: list[Any] = list(getattr(dynamic, "layers", ()))
+    with_states = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
     if not with_states or any(isinstance(layer, CacheLayerMixin) for layer in dynamic.layers):
         return dynamic.get_seq_length()
     if not any(any(layer.has_previous_state.values()) for layer in with_states):
@@ -75,10 +76,6 @@ def held_length(dynamic: DynamicCache) -> int:
             "empty cache, or one that a generation with a drafter has filled"
         )
     return state.length
-
-
-def _has_states(layer: Any) -> bool:
-    return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def read_stock_layers(dynamic: DynamicCache, batch_size: int | None = None) -> LayerStates:

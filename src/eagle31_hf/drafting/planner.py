@@ -151,7 +151,8 @@ class Planner:
         """What to draft in the coming round."""
         self._rows = len(rows)
         self.costs = self._costs_of(self._rows)
-        depth = 0 if self.rests or self._times_plain() else self._next_length()
+        times_plain = self.costs.wants_plain and not self._is_constant
+        depth = 0 if self.rests or times_plain else self._next_length()
         chances = self._look_up(rows, texts, remaining)
         if any(chances):
             length, lead = self._best_lookup(chances)
@@ -168,9 +169,6 @@ class Planner:
     def shorten_rest(self) -> None:
         """Try the drafter soon: another text has joined, which may be of another kind."""
         self._rest_left = min(self._rest_left, SHORTEST_REST)
-
-    def _times_plain(self) -> bool:
-        return self.costs.wants_plain and not self._is_constant
 
     def _next_length(self) -> int:
         """Of the drafter's next draft: the shortest where little speaks for it."""
