@@ -262,13 +262,6 @@ def test_hub_failures_say_what_to_do(monkeypatch, error, message):
         assert "local folder" in str(caught.value)
 
 
-def test_offline_without_a_cached_copy(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for options in ({}, {"local_files_only": True}):
-        with pytest.raises(CheckpointNotFoundError, match="local folder"):
-            read_checkpoint("someone/drafter", cache_dir=tmp_path, **options)
-
-
 @pytest.mark.parametrize("has_safetensors", [True, False])
 def test_a_pickle_is_downloaded_only_without_safetensors(tmp_path, monkeypatch, has_safetensors):
     asked = []
