@@ -61,18 +61,14 @@ class TextIndex:
         if not earlier or length < 1:
             return NOTHING
         match, at = max((self._match_length(end), end) for end in earlier)
-        return Lookup(match, tuple(self._continuation(at, length)))
+        period = len(self.text) - at  # a text that repeats a short run goes on repeating it
+        return Lookup(match, tuple(self.text[at + index % period] for index in range(length)))
 
     def _match_length(self, end: int) -> int:
         text, length, last = self.text, 0, len(self.text)
         while length < LONGEST_MATCH and length < end and text[end - 1 - length] == text[last - 1 - length]:
             length += 1
         return length
-
-    def _continuation(self, start: int, length: int) -> list[int]:
-        """What follows `start`; a text that repeats a short run goes on repeating it."""
-        text, period = self.text, len(self.text) - start
-        return [text[start + index % period] for index in range(length)]
 
 
 class LookupRates:

@@ -83,6 +83,8 @@ def packages_of(drafter: Assistant, graphs: Graphs) -> GraphPackages:
 def pair_folder(drafter: Assistant, state: ModelState) -> Path:
     """Of a pair's graphs in this `state` of the target, whatever its weights: by all else that they depend on."""
     binding = drafter.binding
+    # That put code of theirs into models.
+    libraries = [name for name in ("transformers", "peft", "accelerate") if find_spec(name) is not None]
     key: dict[str, Any] = {
         "format": FORMAT,
         "processor": [platform.node(), *_processor()],
@@ -91,7 +93,7 @@ def pair_folder(drafter: Assistant, state: ModelState) -> Path:
         "network": state.told,
         "attention": binding.attention,
         "dtype": binding.model.dtype,
-        "versions": [torch.__version__, __version__, *_versions_of("transformers", "peft", "accelerate")],
+        "versions": [torch.__version__, __version__, *(f"{name} {version(name)}" for name in libraries)],
     }
     if isinstance(drafter, Eagle31Drafter):
         key["drafter"] = _digest_of_config(drafter.config), drafter.dtype, drafter.packing
@@ -103,11 +105,6 @@ def _digest_of_config(config: PreTrainedConfig) -> str:
     fields = json.loads(config.to_json_string(use_diff=False))
     fields.pop("_name_or_path", None)
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def _versions_of(*libraries: str) -> list[str]:
-    """Of those that put code of theirs into models."""
-    return [f"{name} {version(name)}" for name in libraries if find_spec(name) is not None]
 
 
 @cache
