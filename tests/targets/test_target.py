@@ -255,10 +255,11 @@ def test_states_that_nobody_can_take_back_are_refused(kind: str) -> None:
 
 @pytest.mark.contract
 @torch.no_grad()
-def test_a_compiled_target_is_read_as_it_was(llama: Any) -> None:
+def test_a_compiled_target_is_read_as_it_was_and_stays_one_graph_where_nothing_drafts(llama: Any) -> None:
     binding = TargetBinding(llama, default_config(llama.config, aux_layers=[1, 2, 3]))
     ids = torch.tensor([[3, 4, 5, 6]])
     shown = llama(ids, output_hidden_states=True).hidden_states
+    torch.compile(llama.forward, backend="eager", fullgraph=True)(ids, use_cache=False)
     with binding.capturing():
         torch.compile(llama.forward, backend="eager")(ids, use_cache=False)
         wanted = torch.cat([shown[index] for index in binding.aux_layers], -1)
