@@ -50,7 +50,7 @@ STARTED = {
     "mtp": ("{headed}", "--out", "{out}"),
     "inspect": ("{drafter}",),
     "convert": ("{drafter}", "{out}"),
-    "push": ("{published}", "owner/name"),
+    "push": ("{published}", PUBLISHED.name),  # as its card calls it
     "warmup": ("{target}", "--drafter", "none", "--tokens", "64"),  # two graphs, of three packages each
 }
 
