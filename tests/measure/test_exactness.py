@@ -141,3 +141,22 @@ def test_which_tokens_may_be_drawn_is_a_matter_of_rounding_too(greedy, cut, in_b
     assert judged_by(Rounding(), last, second) == judged_by(Rounding(), second, last) == Kind.TIE
     assert judged_by(Rounding(), beyond, last) == judged_by(model, second, last) == Kind.DIFFERENT
     assert judged_by(model, last, beyond) == Kind.DIFFERENT
+
+
+def test_a_tie_of_the_only_tokens_that_are_kept_excuses_no_other_token(greedy):
+    """Either of the two best may be the one that top-k of 1 keeps, and a third is wrong."""
+    model, prompt, _ = greedy
+    with torch.no_grad():
+        best, second, third = model(prompt[None]).logits[0, -1].topk(3).indices.tolist()
+
+    class Rounding:
+        config = model.config
+
+        def __call__(self, **kwargs):
+            output = model(**kwargs)
+            output.logits[..., second] = output.logits[..., best] + (1e-4 if CACHE_ARGUMENT in kwargs else -1e-4)
+            return output
+
+    sampled = SampledBy(0, 0, 1, DraftWarping([TopKLogitsWarper(1)]))
+    kinds = [judge(Rounding(), prompt, [each], [best], blocks=(4,), sampled=sampled).kind for each in (second, third)]
+    assert kinds == [Kind.TIE, Kind.DIFFERENT]

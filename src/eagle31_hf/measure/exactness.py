@@ -86,6 +86,8 @@ class SampledBy:
         own = scores[token]
         if own == -torch.inf:  # kept, perhaps, if all above it were lower
             own = self.scores(torch.where(logits > logits[token], logits - distance, logits)[None], place)[0, token]
+            if own == -torch.inf:
+                return float("inf")
         better = (scores > own).nonzero().flatten()
         for other in better[scores[better].argsort(descending=True)].tolist():
             lower = logits.clone()
