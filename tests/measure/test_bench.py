@@ -226,6 +226,8 @@ def test_ties_and_steps_down_are_noted(measured_once):
     assert (evidence["kind"], evidence["first_different"], evidence["seed"]) == ("different", 2, wrong.turn.seed)
     assert evidence["answer"] == wrong.answers[0]
     assert len(evidence["plain"]) > 2
+    ended = replace(tie, verdicts=(Verdict(Kind.DIFFERENT, 2, float("inf"), 0.0),))  # before plain's text
+    json.dumps(replace(measured_once, calls=[*measured_once.calls, ended]).to_dict(), allow_nan=False)
     text = shown(replace(measured_once, calls=[*measured_once.calls, wrong, tie]))
     assert "another text, and not by a tie" in text, "an error is not hidden by a tie"
 

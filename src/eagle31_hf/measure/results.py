@@ -6,6 +6,7 @@ counts.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -220,7 +221,8 @@ class MethodResult:
         plain = {(call.turn.repeat, call.turn.index, call.turn.kind): call.answers for call in self.plain}
         return [
             {"prompt": prompt, "seed": call.turn.seed, "row": row, "kind": verdict.kind.value,
-             "first_different": verdict.position, "logit_gap": verdict.logit_gap, "rounding": verdict.rounding,
+             "first_different": verdict.position, "rounding": verdict.rounding,
+             "logit_gap": verdict.logit_gap if math.isfinite(verdict.logit_gap) else None,  # JSON has no infinity
              "answer": call.answers[row], "plain": plain[call.turn.repeat, call.turn.index, call.turn.kind][row]}
             for call in self.calls
             for row, (prompt, verdict) in enumerate(zip(call.prompts, call.verdicts, strict=True))
