@@ -151,7 +151,7 @@ REMOVED_IN_0_2 = {
     "train --draft-tokens": "acceptance is measured with 5 draft tokens; leave the option out",
     "train --json": "OUT/training_report.json holds the figures; leave the option out",
     "train --report-to": "the bar shows loss and accuracy, the card the curve of acceptance; leave the option out",
-    "train --gradient-checkpointing": "draft logits are always computed twice and never kept; leave the option out",
+    "train --gradient-checkpointing": "a small target's draft logits are kept, else made twice; leave the option out",
     "train --layers": "pass one of Eagle31Drafter.from_target(target, num_hidden_layers=N) as --drafter",
     "train --heads": "pass one of Eagle31Drafter.from_target(target, num_attention_heads=N) as --drafter",
     "train --intermediate-size": "pass one of Eagle31Drafter.from_target(target, intermediate_size=N) as --drafter",

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -199,13 +200,14 @@ class DistillationModel(nn.Module):
     Args:
         drafter: attached.
         steps: draft steps `S` of the training-time test; the longest chain that acceptance is expected of.
+        keeps_logits: keep draft logits for the gradient; without, they are computed twice, which takes less memory.
     """
 
     accepts_loss_kwargs = True  # tells Trainer that accumulated batches are already weighted
 
-    def __init__(self, drafter: Eagle31Drafter, *, steps: int = 4):
+    def __init__(self, drafter: Eagle31Drafter, *, steps: int = 4, keeps_logits: bool = False):
         super().__init__()
-        self.drafter, self.steps = drafter, steps
+        self.drafter, self.steps, self.keeps_logits = drafter, steps, keeps_logits
 
     def forward(self, **fields: Tensor) -> Losses:
         """Loss of a packed batch, whose `fields` these are."""
@@ -216,13 +218,13 @@ class DistillationModel(nn.Module):
             counted = self.counted(batch).flatten()
             teacher = self.teach(batch, logits.flatten(0, 1), counted.nonzero().squeeze(1))
         begins, positions = self.begins(counted), batch.position_ids.flatten()[teacher.rows]
+        judge = self.judge if self.keeps_logits else partial(checkpoint, self.judge, use_reentrant=False)
         steps = []
         for step, normed in enumerate(unroll(self.drafter, batch, aux, self.steps)):
             # The teacher at position t judges row t - 1 - step, if that row is in the same document.
             row = (teacher.rows - 1 - step).clamp(min=0)
             inside = (positions >= 1 + step) & begins[row]
-            # The logits of all steps would take most of the memory: they are computed again for the gradient.
-            steps.append(checkpoint(self.judge, normed.flatten(0, 1)[row], inside, teacher, use_reentrant=False))
+            steps.append(judge(normed.flatten(0, 1)[row], inside, teacher))
         return self.losses(*map(torch.stack, zip(*steps, strict=True)))
 
     def counted(self, batch: PackedBatch) -> Tensor:

@@ -136,7 +136,8 @@ class Run:
                 return earlier
         if settings.stage == "2":
             require_stage_two(self.target, documents, settings.temperature)
-        model = OBJECTIVES[settings.stage](drafter, steps=settings.ttt_steps)
+        # Beside a small target computing logits twice takes a tenth of a step; beside a large one they fill the card.
+        model = OBJECTIVES[settings.stage](drafter, steps=settings.ttt_steps, keeps_logits=is_small(self.target))
         known = self._known_texts(drafter, prompts)
         plan = self._plan(model, dataset, counts, len(prompts), steps)
         stage = self._train(model, dataset, known, plan)
