@@ -193,7 +193,7 @@ class _AnswerView:
             self._folded = 0
 
 
-ENDS = {"stop": "", "length": ", cut off (--max-new-tokens)"}
+ENDS = {"stop": "", "length": ", cut off (--max-new-tokens, or the context is full)"}
 """Why an answer ended."""
 
 
