@@ -15,7 +15,19 @@ import torch
 from huggingface_hub import errors as hub
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tiny_checkpoints import KEPT_IDS, LAYER_0, PLAIN, REFUSES, VARIANTS, layout, make, save, sharded
+from tiny_checkpoints import (
+    KEPT_IDS,
+    LAYER_0,
+    PLAIN,
+    PLAIN_LATENT,
+    REFUSES,
+    VARIANTS,
+    latent_layout,
+    layout,
+    make,
+    save,
+    sharded,
+)
 
 from eagle31_hf.checkpoints import (
     FORMATS,
@@ -89,6 +101,12 @@ def test_refused_variants_are_the_listed_ones_and_the_message_names_a_way_out():
         ):
             write_checkpoint(make(), "never-made", format=format)
     assert not Path("never-made").exists()
+
+
+def test_latent_attention_has_no_biases_whatever_its_file_says(tmp_path):
+    once = read_checkpoint(save(tmp_path, PLAIN_LATENT | {"attention_bias": True}, latent_layout()))
+    write_checkpoint(once, tmp_path / "again", format="mla")
+    assert read_checkpoint(tmp_path / "again").tensors.keys() == once.tensors.keys()
 
 
 WRITTEN = {
