@@ -71,6 +71,7 @@ def test_a_fresh_drafter_reads_three_different_states(layers, tmp_path):
     assert Eagle31Drafter.from_pretrained(tmp_path, target=target).binding.aux_layers == taps
     again = Eagle31Drafter.from_target(target, config=default_config(target.config))
     assert again.binding.aux_layers == taps
+    assert Eagle31Drafter.from_target(target, num_aux_hidden_states=3).binding.aux_layers == taps
     assert Eagle31Drafter.from_target(target, aux_layers=[1, 1, 2]).binding.aux_layers == (1, 1, 2)
 
 

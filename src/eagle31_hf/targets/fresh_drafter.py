@@ -70,7 +70,7 @@ def default_config(target: PreTrainedConfig, **overrides: Any) -> Eagle31Config:
     }
     if (heads := overrides.get("num_attention_heads")) is not None:
         fields["num_key_value_heads"] = math.gcd(fields["num_key_value_heads"], heads)  # groups of one size
-    if 3 <= text.num_hidden_layers < _SHALLOW and "num_aux_hidden_states" not in overrides:
+    if 3 <= text.num_hidden_layers < _SHALLOW and overrides.get("num_aux_hidden_states", 3) == 3:
         first = min(2, text.num_hidden_layers - 2)
         fields["aux_layers"] = [first, first + 1, first + 2]
     fields |= {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
