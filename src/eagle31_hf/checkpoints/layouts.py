@@ -234,8 +234,7 @@ _FACTS: dict[str, tuple[str, Callable[[Eagle31Config], bool]]] = {
     "concatenated": ("one norm over all aux states (aux_norm='concatenated')", lambda c: c.aux_norm == "concatenated"),
     "qk_norm": ("query and key norms (qk_norm)", lambda c: c.qk_norm),
     "fc_bias": ("a bias on fc (fc_bias)", lambda c: c.fc_bias),
-    # Latent attention has none, whatever attention_bias says.
-    "biases": ("attention or MLP biases", lambda c: (c.attention_bias and not c.is_latent) or c.mlp_bias),
+    "biases": ("biases of MLP or grouped attention", lambda c: c.mlp_bias or (c.attention_bias and not c.is_latent)),
     "widths": ("a target of another width (target_hidden_size)", lambda c: c.target_hidden_size != c.hidden_size),
     "shared_head": (
         "the target's whole LM head (own_lm_head=False)",

@@ -44,9 +44,8 @@ class HiddenStateTaps:
         return (layers[-1] if index == len(layers) else decoder).register_forward_hook(after)
 
     def _catch(self, index: int, states: Tensor) -> None:
-        if not self._caught:  # asked first: this much a graph of the target's user can ask, and is not broken
-            return
-        if (caught := self._caught.get(threading.get_ident())) is not None:
+        # While nothing is watched, a graph of the target's user stays whole: asking for the thread breaks it.
+        if self._caught and (caught := self._caught.get(threading.get_ident())) is not None:
             caught[index] = states
 
     @property
