@@ -78,6 +78,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt_neox": lambda: hf.GPTNeoXConfig(**SIZES, rotary_pct=0.5),
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
+PACKINGS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4-dq": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------

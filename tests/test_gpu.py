@@ -24,6 +24,7 @@ from families import RECURRENT_FAMILIES, recurrent_target
 from helpers import (
     CONFIGS,
     GROUPED,
+    PACKINGS,
     assert_same_or_tie,
     assert_same_text,
     configured,
@@ -100,16 +101,8 @@ def test_a_cache_in_eight_bits_reads_the_same_with_drafts(device: str) -> None:
         assert torch.equal(_with_drafts(drafter, inputs, truth, cache_type="int8", **fields), truth)
 
 
-# --- packed -----------------------------------------------------------------------------------------------------------
-
-PACKINGS: dict[str, dict[str, Any]] = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    "int8": {"load_in_8bit": True},
-}
-
-
 @devices
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", ["nf4-dq", "int8"])
 def test_packed_targets_and_drafters_write_the_plain_text(packing: str, device: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     bits = hf.BitsAndBytesConfig(**PACKINGS[packing])

@@ -18,6 +18,7 @@ from eagle31_hf.memory.weights import SCHEMES
 from families import LOW_RANK
 from helpers import (
     GROUPED,
+    PACKINGS,
     SIZES,
     assert_same_or_tie,
     configured,
@@ -31,11 +32,6 @@ from helpers import (
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # LLM.int8 tells of every cast, at every call
 
-PACKINGS: dict[str, dict[str, Any]] = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "nf4-dq": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    "int8": {"load_in_8bit": True},
-}
 INNER = {"intermediate_size": 128}  # bitsandbytes' kernel for AVX512-BF16 wants rows of whole blocks
 FAMILIES: dict[str, Any] = {
     "llama": hf.LlamaConfig(**GROUPED | INNER),

@@ -15,14 +15,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_pairs import LARGEST_ERROR, PACKINGS, SCHEMES_OF_DRAFTERS, load, matrix_of
+from packed_pairs import LARGEST_ERROR, SCHEMES_OF_DRAFTERS, load, matrix_of
 from torch import Tensor, nn
 
 from eagle31_hf.drafter.packed_linear import pack_matrix
 from eagle31_hf.memory.weights import storage_bytes
 from eagle31_hf.targets import quantized as target_side
 from eagle31_hf.targets.quantized import OneTokenArithmetic, gather_head_rows
-from helpers import target_of
+from helpers import PACKINGS, target_of
 
 bnb: Any = pytest.importorskip("bitsandbytes")
 

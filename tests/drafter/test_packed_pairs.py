@@ -19,7 +19,6 @@ from packed_pairs import (
     FAMILIES,
     LARGEST_ERROR,
     LOOPS,
-    PACKINGS,
     SCHEMES_OF_DRAFTERS,
     assert_every_loop_agrees,
     drafter_folder,
@@ -38,6 +37,7 @@ from eagle31_hf.memory.weights import SCHEMES, storage_bytes
 from helpers import (
     DEMO_DRAFTER,
     GROUPED,
+    PACKINGS,
     assert_same_or_tie,
     assert_same_text,
     left_padded,

@@ -288,13 +288,10 @@ def test_each_state_of_a_target_has_its_graphs_and_memory_takes_them_all(
     """As where an adapter is switched on and off (`test_adapters`)."""
     attention, recorded = pair.binding.model.model.layers[0].self_attn, []
     own = attention.scaling
-    try:
-        for scaling in (own, 2 * own, own, 2 * own):
-            attention.scaling = scaling
+    for scaling in (own, 2 * own, own, 2 * own):
+        with mock.patch.object(attention, "scaling", scaling):
             assert_plain(pair)
-            recorded.append(recorder.recorded)
-    finally:
-        attention.scaling = own
+        recorded.append(recorder.recorded)
     assert 0 < recorded[0] < recorded[1] == recorded[3], "each state's steps were recorded once"
     made = Pair.of(pair).graphs
     assert len(made._of_states) == 2

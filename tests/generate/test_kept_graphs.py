@@ -416,17 +416,13 @@ def test_a_folder_that_cannot_be_used(pair: Eagle31Drafter, tmp_path: Path, monk
 
 
 def test_pairs_that_graphs_are_not_kept_for(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    with configured(pair, cache_type="int8"), pytest.raises(ConfigurationError, match="8 bits"):
-        warm_up(pair, tokens=100, **GREEDY)
+    for fields, why in ({"cache_type": "int8"}, "8 bits"), ({"num_assistant_tokens_schedule": "pid"}, "pid"):
+        with configured(pair, **fields), pytest.raises(ConfigurationError, match=why):
+            warm_up(pair, tokens=100, **GREEDY)
+    assert not kept_files(""), "what no text would load is not compiled"
     monkeypatch.setattr(graphs, "PACKED_BYTES", 10)
     with pytest.raises(ConfigurationError, match="read a copy"):
         warm_up(forgotten(pair), tokens=100, **GREEDY)
-
-
-def test_what_no_text_would_load_is_not_compiled(pair: Eagle31Drafter) -> None:
-    with configured(pair, num_assistant_tokens_schedule="pid"), pytest.raises(ConfigurationError, match="pid"):
-        warm_up(pair, tokens=100, **GREEDY)
-    assert not kept_files("")
 
 
 BARE_DRAWS: dict[str, Any] = {"do_sample": True, "top_k": 0}

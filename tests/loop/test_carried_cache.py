@@ -368,17 +368,13 @@ def test_a_cache_of_other_rows_is_refused():
         ours("llama", text[:1], cache)
 
 
-class Broken(Exception):
-    pass
-
-
 @pytest.mark.parametrize("puts", [1, 3])  # in the prefill, in a later round
 @pytest.mark.parametrize("name", [*FULL, *SLIDING])
 def test_an_interrupted_turn_leaves_the_cache_usable(name, puts):
     text, cache = after_one_turn(name)
     text, before = users_turn(text), copy.deepcopy(cache)
-    with pytest.raises(Broken):
-        ours(name, text, cache, streamer=Shown(Broken, after=puts))
+    with pytest.raises(KeyboardInterrupt):
+        ours(name, text, cache, streamer=Shown(KeyboardInterrupt, after=puts))
     assert_same_contents(cache, before)
     assert_reads(6, name, text, cache)
 
@@ -390,12 +386,12 @@ def test_a_failure_while_refilling_empties_the_cache(monkeypatch):
 
     def failing(self: DynamicCache, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if self is cache and layer_idx == 2:
-            raise Broken
+            raise KeyboardInterrupt
         return update(self, keys, values, layer_idx, *args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(DynamicCache, "update", failing)
-        with pytest.raises(Broken):
+        with pytest.raises(KeyboardInterrupt):
             ours("llama", text, cache)
     assert cache.get_seq_length() == 0
     assert torch.equal(ours("llama", text, cache), plain("llama", text))

@@ -45,7 +45,7 @@ from eagle31_hf.measure.readings import (
 from eagle31_hf.measure.results import BenchResult, BenchSettings, Task
 from eagle31_hf.texts.chats import encode_chat
 from eagle31_hf.texts.prompts import Prompt, embedded_prompts, read_prompts
-from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded, target_of
+from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded, target_of, write
 from mtp_targets import FAMILIES, target_with_head
 
 
@@ -73,15 +73,10 @@ def tasks_of(tokenizer: Any, prompts: list[Prompt]) -> list[Task]:
     return [Task(prompt, torch.tensor(encode_chat(tokenizer, prompt.messages))) for prompt in prompts]
 
 
-def write(target: Any, prompt: Tensor, new_tokens: int, **kwargs: Any) -> Tensor:
-    mask = torch.ones_like(prompt)[None]
-    out = target.generate(prompt[None], attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, **kwargs)
-    return out[0]
-
-
 @pytest.fixture(scope="module")
 def texts(target: Any, prompts: list[Tensor]) -> list[TargetText]:
-    return texts_for(attached(target), [write(target, prompt, 40) for prompt in prompts], prompts)
+    written = [write(target, ids[None], max_new_tokens=40)[0] for ids in prompts]
+    return texts_for(attached(target), written, prompts)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +85,7 @@ def many(target: Any, tokenizer: Any) -> list[TargetText]:
     tasks = tasks_of(tokenizer, [*embedded_prompts(), *read_prompts([f"many={doctor.PROMPTS}"])])
     prompts = [task.ids for task in tasks]
     drafter = attached(target)
-    written = [write(target, prompt, 48, assistant_model=drafter) for prompt in prompts]
+    written = [write(target, ids[None], max_new_tokens=48, assistant_model=drafter)[0] for ids in prompts]
     written += texts_of(write_both(drafter, tasks, once(48, temperature=1.0)))
     return texts_for(drafter, written, prompts * 2)
 

@@ -35,7 +35,7 @@ from eagle31_hf.memory.ledger import RUNNING
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.memory.weights import SCHEMES, storage_bytes
 from eagle31_hf.settings import Eagle31GenerationConfig
-from helpers import DEMO_DRAFTER, drafter_of, target_of
+from helpers import DEMO_DRAFTER, PACKINGS, drafter_of, target_of
 from mtp_targets import FAMILIES, target_with_head
 from peak_runs import PeakRun, measure_peak, runs_on
 
@@ -261,18 +261,12 @@ def test_weights_and_cache_are_those_of_the_loaded_head(pair) -> None:
     assert facts.count(Forward(9, 64, block=session.cache.block)).cache == kept > 0
 
 
-PACKINGS = {
-    "int8": {"load_in_8bit": True},
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-}
-
-
-@pytest.mark.parametrize("precision", PACKINGS)
-def test_a_packed_head_is_planned_as_it_is_packed(pair, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "packed_as"), [("int8", "int8"), ("nf4", "nf4-dq")])
+def test_a_packed_head_is_planned_as_it_is_packed(pair, precision: str, packed_as: str) -> None:
     pytest.importorskip("bitsandbytes")
     target, folder = pair
     plan = plan_memory(target, drafter=folder, context=64, drafter_precision=precision, card="RTX 4090")
-    packing = BitsAndBytesConfig(**PACKINGS[precision])
+    packing = BitsAndBytesConfig(**PACKINGS[packed_as])
     drafter = Eagle31Drafter.from_pretrained(folder, target=target, quantization_config=packing)
     (planned,) = [term.num_bytes for term in plan.ledger if term.name.startswith("drafter weights")]
     assert planned == pytest.approx(storage_bytes(drafter), rel=0.02)

@@ -22,6 +22,7 @@ from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.memory.weights import SCHEMES, scheme, storage_bytes
+from helpers import PACKINGS
 
 pytestmark = pytest.mark.contract
 
@@ -79,10 +80,7 @@ def test_plain_weights_equal_their_storages(saved: dict[str, Path], name: str, d
     assert counted.total == storage_bytes(load(saved[name], dtype=torch_dtype))
 
 
-BITSANDBYTES = {
-    "bnb-int8": {"load_in_8bit": True},
-    "bnb-nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "bnb-nf4-dq": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+BITSANDBYTES = {f"bnb-{name}": fields for name, fields in PACKINGS.items()} | {
     "bnb-fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "bnb-fp4-dq": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
 }

@@ -44,6 +44,7 @@ from helpers import (
     random_drafter,
     random_prompts,
     random_target,
+    write,
 )
 
 UNLIKE_WIDTH = partial(hf.LlamaConfig, **{**GROUPED, "hidden_size": 32})
@@ -335,20 +336,13 @@ def test_masks_under_names_of_its_own_are_named_in_the_reason() -> None:
     assert "hybrid_sliding" in eagle.stats.reason
 
 
-# --- generate with the wrong drafter ----------------------------------------------------------------------------------
-
-
-def test_detached_drafter(llama: Any) -> None:
-    drafter = random_drafter(llama)
+def test_a_detached_drafter_and_one_of_another_model_are_refused(llama: Any) -> None:
+    drafter, other = random_drafter(llama), random_target(CONFIGS["llama"](), seed=9)
+    with pytest.raises(NotAttachedError, match="another LlamaForCausalLM"):
+        write(other, torch.tensor([[3]]), assistant_model=drafter)
     drafter.detach()
     with pytest.raises(NotAttachedError, match="attach"):
-        llama.generate(torch.tensor([[3]]), max_new_tokens=2, assistant_model=drafter)
-
-
-def test_drafter_of_another_model(llama: Any) -> None:
-    other = random_target(CONFIGS["llama"](), seed=9)
-    with pytest.raises(NotAttachedError, match="another LlamaForCausalLM"):
-        other.generate(torch.tensor([[3]]), max_new_tokens=2, assistant_model=random_drafter(llama))
+        write(llama, torch.tensor([[3]]), assistant_model=drafter)
 
 
 @pytest.mark.contract
