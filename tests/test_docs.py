@@ -61,8 +61,6 @@ def test_an_option_that_is_not_there_is_seen() -> None:
     assert unknown_options("eagle31 benches --json x") == ["benches"]
 
 
-# --- what a reader is asked to read ----------------------------------------------------------------------------------
-
 WITHOUT_COMMANDS = {"api.md"}
 """Pages to look things up in."""
 
@@ -99,9 +97,6 @@ def test_pages_are_short_and_begin_with_what_to_type(page: Path) -> None:
     opening = re.split(r"^## |^\|", text, maxsplit=1, flags=re.M)[0]
     if page.name not in WITHOUT_COMMANDS and page.parent.name == "docs":
         assert "```" in opening, "a page begins with the command or the line of code it is about"
-
-
-# --- the API page -----------------------------------------------------------------------------------------------------
 
 
 def documented() -> dict[str, list[str]]:
@@ -153,9 +148,6 @@ def test_methods_that_pages_speak_of_are_shown() -> None:
     assert spoken <= set(documented()["eagle31_hf.drafter.drafter.Eagle31Drafter"])
 
 
-# --- the code that pages name ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if "docs" in page.parts[:-1]], ids=lambda page: page.name)
 def test_modules_that_pages_name_are_there(page: Path) -> None:
     """As `room/file` or `room/file.py`."""
@@ -164,8 +156,6 @@ def test_modules_that_pages_name_are_there(page: Path) -> None:
     named = {path.replace("/", ".") for path in named if path.partition("/")[0] in rooms}
     assert not named - set(MODULES)
 
-
-# --- walks through the code -------------------------------------------------------------------------------------------
 
 WALKS = ("generate", "chat request", "training row")
 MOST_ENTERED = 50

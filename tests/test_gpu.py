@@ -66,9 +66,6 @@ def _with_drafts(drafter: Eagle31Drafter, inputs: dict[str, Tensor], plain: Tens
     return ours
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
-
-
 @devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -124,9 +121,6 @@ def test_packed_targets_and_drafters_write_the_plain_text(packing: str, device: 
         drafter.detach()
 
 
-# --- compiled ---------------------------------------------------------------------------------------------------------
-
-
 @devices
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiled_steps_write_the_plain_text(shape: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +163,6 @@ def test_captured_steps_write_the_plain_text(family: str, shape: str, rows: int)
             assert_same_text(drafter.binding.model, drafter, inputs, **how, **LENGTH)
             assert drafter.stats.fallbacks == []
     assert recorded
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -107,9 +107,6 @@ def test_an_untrained_drafter_costs_the_planner_little(name: str) -> None:
     assert compare(found, [text.plain_s(machine) for text in drawn])[0] >= 0.94, "of processes that have timed nothing"
 
 
-# --- a small target with a head of its own, with next to nothing trained ----------------------------------------------
-
-
 @pytest.mark.slow
 def test_its_passes_are_those_of_the_slow_reference(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "It is four."}]
@@ -124,9 +121,6 @@ def test_its_passes_are_those_of_the_slow_reference(tmp_path: Path) -> None:
         assert record["draft_rows"] == (draft_vocab or 8192)
         assert all(each["equal_texts"] == 1 for each in record["by_drafts"])
         assert record["reference"]["same_pass_by_pass"] == record["reference"]["of"] == 1
-
-
-# --- two versions of the code -----------------------------------------------------------------------------------------
 
 
 class Version:

@@ -195,9 +195,6 @@ def test_rows_that_have_left_are_not_stored_in_larger_buffers() -> None:
     assert later.cache.layers[0].keys.data_ptr() == lent, "the next text has all rows again, where graphs look for them"
 
 
-# --- 8 bits -----------------------------------------------------------------------------------------------------------
-
-
 def naive_rounded(vector: Sequence[float]) -> list[float]:
     """One vector, in double precision and without looking at a bit."""
     largest, scale = max(abs(x) for x in vector), 2.0**-24
@@ -234,9 +231,6 @@ def test_rounding_is_what_the_formula_says_and_happens_once(case: tuple[torch.dt
         assert torch.equal(held.double(), once.double()) or other == torch.float16
         if held.isfinite().all():
             assert torch.equal(rounded(held), held)
-
-
-# --- masks ------------------------------------------------------------------------------------------------------------
 
 
 def random_trees(rng: random.Random, rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -113,9 +113,6 @@ def test_gradients_are_those_of_attention_with_copied_keys(length):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-# --- keys shared out --------------------------------------------------------------------------------------------------
-
-
 def exact_kernel(query, key, value, mask, scale):
     """In the kernel's place: softmax and its log-sum-exp in full precision, padded as the kernel pads it."""
     scores = query.double() @ key.double().transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -174,9 +171,6 @@ def test_the_trial_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(in_parts, "attention_and_sums", in_base_two)
     assert not in_parts._difference_on(torch.device("cpu")) < in_parts.LARGEST_DIFFERENCE
-
-
-# --- in a target ------------------------------------------------------------------------------------------------------
 
 
 def test_a_target_attends_without_copies_while_drafted_texts_run(monkeypatch):
@@ -239,9 +233,6 @@ def test_what_it_does_not_know_goes_to_transformers_own(monkeypatch):
     assert weights is None
     assert len(asked) == 4
     torch.testing.assert_close(out.transpose(1, 2), with_copies(query, key, value, mask, scale=0.2))
-
-
-# --- registered from outside ------------------------------------------------------------------------------------------
 
 
 def sharper(module: Any, query: Tensor, *rest: Any, scaling: float | None = None, **more: Any) -> Any:
@@ -320,9 +311,6 @@ def test_transformers_own_attention_makes_way(registries: None) -> None:
     for name in ["eager", *own]:
         target.config._attn_implementation_internal = name
         assert (why_attention_is_unknown(target) is None) == (name != "somebody/sparse-kernel"), name
-
-
-# --- cuDNN ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_drafted_text_does_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,9 +182,6 @@ def buffers_of(cache: Any) -> list[Tensor]:
     return [buffer for layer in cache.layers for buffer in (layer.keys, layer.values) if layer.is_initialized]
 
 
-# --- served -----------------------------------------------------------------------------------------------------------
-
-
 class Writer:
     """Texts that are no text and never end."""
 

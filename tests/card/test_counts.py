@@ -269,8 +269,6 @@ def test_a_card_that_is_not_there_counts_what_it_is_asked() -> None:
     assert work.read == 8 * 64 * 128 * 4 + 4  # the keys, then their sum
 
 
-# --- what stays between texts -----------------------------------------------------------------------------------------
-
 CARD = find_card("RTX 4090")
 PROCESSORS = (
     hf.RepetitionPenaltyLogitsProcessor(1.05),

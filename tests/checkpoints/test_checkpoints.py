@@ -46,9 +46,6 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 TARGET = {"name_or_path": "somebody/a-target", "architectures": ["LlamaForCausalLM"]}
 
 
-# ---------------------------------------------------------------- round trips
-
-
 def variant(name: str) -> Checkpoint:
     checkpoint = make(**VARIANTS[name])
     checkpoint.metadata["target_model"] = TARGET
@@ -144,16 +141,10 @@ def test_layer_ids_are_written_for_both_engines_where_both_have_words_for_them(t
     assert read_checkpoint(tmp_path).config.aux_layers == hs
 
 
-# ---------------------------------------------------------------- documentation
-
-
 def test_every_format_and_convention_is_documented():
     text = (REPOSITORY / "docs" / "formats.md").read_text()
     assert all(f"`{name}`" in text for name in FORMATS)
     assert all(convention in text for convention in (HS_INDEX, COMPLETED_LAYER, SGLANG_RULE))
-
-
-# ---------------------------------------------------------------- files and folders
 
 
 def test_an_identity_map_of_the_whole_vocabulary_is_dropped(tmp_path):
@@ -248,9 +239,6 @@ def test_tied_and_strided_tensors_are_written(tmp_path):
     write_checkpoint(checkpoint, tmp_path)
     read = read_checkpoint(tmp_path)
     assert torch.equal(read.tensors["embed_tokens.weight"], read.tensors["lm_head.weight"])
-
-
-# ---------------------------------------------------------------- the Hub
 
 
 def raised(kind: type[Exception]) -> Exception:

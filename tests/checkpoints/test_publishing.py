@@ -105,9 +105,6 @@ def assert_published(hub: StandInHub, folder: Path, repo_id: str = "owner/drafte
     assert ModelCard(card).data.library_name == "eagle31_hf"
 
 
-# --- from Python ------------------------------------------------------------------------------------------------------
-
-
 def test_push_to_hub_uploads_card_and_report_with_the_weights(hub, folder):
     address = Eagle31Drafter.from_pretrained(folder).push_to_hub("owner/drafter", commit_message="first", private=True)
     assert_published(hub, folder)
@@ -143,9 +140,6 @@ def test_no_network_and_a_name_that_is_none(folder, monkeypatch):
         Eagle31Drafter.from_pretrained(folder).push_to_hub("owner/drafter")
     with pytest.raises(PublishingError, match="wanted a Hub id"):
         prepare_upload(folder, "not a name/at all/")
-
-
-# --- the card ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_card_tells_use_evidence_training_limits_and_licence(folder):
@@ -220,9 +214,6 @@ def test_a_path_of_this_machine_is_not_published(folder):
     (folder / "config.json").write_text(json.dumps(config | {"target_model": {"name_or_path": "/home/me/target"}}))
     with pytest.raises(PublishingError, match=r"path of this machine.*eagle31 convert.*as target_model\.name_or_path"):
         prepare_upload(folder, "owner/drafter")
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_shows_and_uploads_only_when_told(hub, folder):

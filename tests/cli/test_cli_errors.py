@@ -274,8 +274,6 @@ def test_a_folder_may_be_called_like_a_command_that_went(tmp_path, monkeypatch):
     assert "cannot be loaded" in error_of("bench", "run", DRAFTER)
 
 
-# --- what version 0.2.0 removed ---------------------------------------------------------------------------------------
-
 COMMANDS = [name for name in REMOVED_IN_0_2 if " " not in name and "_" not in name]
 OPTIONS = [name for name in REMOVED_IN_0_2 if " --" in name]
 SCHEDULES = [name.split()[1] for name in REMOVED_IN_0_2 if name.startswith("--schedule")]

@@ -55,8 +55,6 @@ def free_text(name: str, rows: int) -> Tensor:
     return write(name, inputs)[:, inputs["input_ids"].shape[1] :]
 
 
-# --- other families ---------------------------------------------------------------------------------------------------
-
 SEEING = {**SEEING_FAMILIES, **SEEING_HYBRIDS}
 
 

@@ -112,9 +112,6 @@ def test_rotary_tables_stay_fp32_when_the_dtype_changes() -> None:
         assert torch.equal(got, exact.to(torch.bfloat16))
 
 
-# --- what is put off is read as if it had been read at once ----------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("block", [16, 200])
 @torch.no_grad()
@@ -135,8 +132,6 @@ def test_parts_that_were_put_off_are_read_in_order(rows: int, block: int) -> Non
     torch.testing.assert_close(later.root.logits, at_once.root.logits)
     torch.testing.assert_close(later.root.feedback, at_once.root.feedback)
 
-
-# --- a window of the text ---------------------------------------------------------------------------------------------
 
 WINDOW = 6
 SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"draft_top_k": 2, "draft_tree_size": 12}}

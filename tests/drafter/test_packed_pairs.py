@@ -55,9 +55,6 @@ pytest.importorskip("bitsandbytes")
 HEADS = {"plain head": {}, "packed head": {"llm_int8_skip_modules": []}}
 
 
-# --- text of packed targets -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "packing", "head"), matrix([*FAMILIES], [*PACKINGS], [*HEADS]))
 @pytest.mark.thorough(every=2)
@@ -110,9 +107,6 @@ def test_hidden_states_are_in_the_compute_dtype(saved: dict[str, Path], packing:
         aux = binding.take_aux()
     assert binding.compute_dtype == dtype == aux.dtype
     assert torch.equal(aux[..., :128], torch.cat((shown[1], shown[2]), -1))
-
-
-# --- what is refused or warned about ----------------------------------------------------------------------------------
 
 
 @pytest.mark.contract
@@ -176,9 +170,6 @@ def test_an_fp8_target_that_is_unpacked_here(tmp_path: Path) -> None:
     target = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     drafter = random_drafter(target, aux_layers=[1, 2, 4], own_lm_head=False, draft_vocab_size=40)
     assert_every_loop_agrees(target, drafter, seed=0)
-
-
-# --- packed drafters --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -247,9 +238,6 @@ def test_gathered_rows_are_packed_too(drafters: Path) -> None:
     assert binding.draft_head is None
 
 
-# --- what cannot be ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -287,9 +275,6 @@ def test_a_packed_drafter_is_not_saved(drafters: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"packed in bnb-nf4 to save; .*loaded without quantization_config"):
         drafter.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
-
-
-# --- planning ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_planner_packs_the_drafter_before_it_gives_it_up() -> None:

@@ -59,9 +59,6 @@ def assert_consistent(tree: DraftTree) -> None:
             assert not tree.is_chain or sum(parent == node for parent in parents[1:]) <= 1
 
 
-# --- any tree ---------------------------------------------------------------------------------------------------------
-
-
 @given(trees)
 @settings(max_examples=60, deadline=None)
 def test_grown_trees_are_consistent(tree: DraftTree) -> None:
@@ -83,9 +80,6 @@ def test_ancestors_of_a_long_chain_do_not_overflow() -> None:
     assert torch.equal(ancestors_from_parents(parents, 399)[0], chain_ancestors(400))
 
 
-# --- chains -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 2, 6])
 def test_chain(size: int) -> None:
     tokens = torch.arange(2 * size).view(2, size)
@@ -104,9 +98,6 @@ def test_chain_shape_made_under_inference_mode_can_be_trained_through() -> None:
     weight = torch.ones(1, 13, 13, requires_grad=True)
     (weight * mask).sum().backward()
     assert weight.grad is not None
-
-
-# --- dynamic trees ----------------------------------------------------------------------------------------------------
 
 
 def reference_tree(level_logprobs: list[Tensor], top_k: int, size: int) -> tuple[list[int], list[int]]:

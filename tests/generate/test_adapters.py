@@ -149,9 +149,6 @@ def test_tokens_of_an_adapter_of_their_own(target: Any, drafter: Eagle31Drafter)
         assert_same_text(model, drafter, left_padded([[5, 6, 7, 8, 9]]))
 
 
-# --- graphs that were made before -------------------------------------------------------------------------------------
-
-
 def lora_layers(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)]
 

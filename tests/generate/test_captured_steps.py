@@ -222,9 +222,6 @@ def test_what_is_not_captured_is_eager_and_says_so(pair: Eagle31Drafter, recorde
     assert not recorder.recorded
 
 
-# --- processors that look at prefixes -----------------------------------------------------------------------------
-
-
 class EveryOtherToken(LogitsProcessor):
     """As grammars do: what may follow depends on the token before, and each row has a state of its own."""
 
@@ -248,9 +245,6 @@ def test_under_a_grammar_verification_is_captured(
     assert "verify" in kinds(pair)
     assert "advance" not in kinds(pair)
     assert recorder.replayed > 10
-
-
-# --- ways to choose tokens ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
@@ -277,9 +271,6 @@ def test_graphs_go_where_there_are_too_many(
         assert_plain(pair, **how)
         assert 0 < len(Pair.of(pair).graphs.keys) <= 5
     assert pair.stats.fallbacks == []
-
-
-# --- a target that changes --------------------------------------------------------------------------------------------
 
 
 def test_each_state_of_a_target_has_its_graphs_and_memory_takes_them_all(

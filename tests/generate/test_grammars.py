@@ -67,9 +67,6 @@ def prompts(rows: int = 1, seed: int = 0) -> dict[str, Tensor]:
     return left_padded(random_prompts(rows, len(demo_tokenizer()), seed=seed))
 
 
-# --- the two libraries ------------------------------------------------------------------------------------------------
-
-
 class LLGuidance(hf.LogitsProcessor):
     """As llguidance's documentation has it, and it says how it is copied; the library ships no processor."""
 
@@ -115,9 +112,6 @@ def of_llguidance() -> Callable[[], Any]:
 def processors(library: str) -> Callable[[], Any]:
     """Makes a fresh processor for every text."""
     return {"xgrammar": of_xgrammar, "llguidance": of_llguidance}[library]()
-
-
-# --- texts ------------------------------------------------------------------------------------------------------------
 
 
 def assert_json_is_plains(library: str, seed: int, **how: Any) -> int:

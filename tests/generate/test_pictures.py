@@ -48,9 +48,6 @@ def assert_is_plains(family: str, inputs: dict[str, Any], **kwargs: Any) -> Tens
     return assert_same_text(model, drafter, inputs, oracle=1, settings=tree, **kwargs)
 
 
-# --- what else than pictures ------------------------------------------------------------------------------------------
-
-
 def film(family: str, seed: int) -> dict[str, Tensor]:
     """Two frames, of which each takes a step in time."""
     frames = {"pixel_values_videos": picture_of(seed, (32, 3 * 8 * 8)), "video_grid_thw": torch.tensor([[2, 4, 4]])}
@@ -102,9 +99,6 @@ def test_threads_with_a_picture_each(family: str) -> None:
     assert all(map(torch.equal, texts, plain))
 
 
-# --- the next turn ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("whole", [True, False], ids=["whole text", "new tokens only"])
 @pytest.mark.parametrize("family", ["llava", "gemma3", "qwen2.5_vl"])
 def test_the_next_turn_still_sees_the_picture(family: str, whole: bool) -> None:
@@ -137,9 +131,6 @@ def test_new_pictures_behind_a_cache_are_plains_business() -> None:
 
     assert_same_text(model, drafter, inputs, loop="plain", why="cache", fresh=fresh)
     assert "pixel" in drafter.stats.reason or "mm_encoder_outputs" in drafter.stats.reason
-
-
-# --- what our loop does not take --------------------------------------------------------------------------------------
 
 
 def test_an_input_that_no_test_knows_goes_by_another_loop_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +170,6 @@ def test_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
         write(model, SEEING_FAMILIES["gemma3"].inputs(picture), assistant_model=drafter)
     assert len(tried) == 1
 
-
-# --- where memory runs out --------------------------------------------------------------------------------------------
 
 PLACES: dict[str, tuple[Any, str, int]] = {
     "trying": (PromptForward, "__call__", 1),

@@ -96,9 +96,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     return made
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
-
-
 def failing_at(card: Card, call: int) -> Callable[[], Sequence[Tensor]]:
     """A step whose `call`-th run breaks the capture it is in."""
     calls = []
@@ -189,9 +186,6 @@ def test_what_waits_is_noticed(run: Callable[[], Any]) -> None:
 def test_what_does_not_wait_is_computed(run: Callable[[], Any]) -> None:
     with ForbidsHostWaits():
         assert run() is not None
-
-
-# --- texts ------------------------------------------------------------------------------------------------------------
 
 
 class Asks(nn.Module):

@@ -139,9 +139,6 @@ def test_where_a_model_comes_from_and_what_is_generated_are_no_difference() -> N
     assert ModelState(other).told == before.told, "another process would find the same folder"
 
 
-# --- what holds for the whole process ---------------------------------------------------------------------------------
-
-
 @contextmanager
 def replaced(owner: Any, name: str) -> Iterator[None]:
     """As a kernel package does it, by a function of its own."""
@@ -215,9 +212,6 @@ def test_nothing_of_a_stock_model_is_code_of_others(family: str) -> None:
     make = TEXT_FAMILIES.get(family)
     state = ModelState(recurrent_target(family) if make is None else random_target(make()))
     assert (state.replaced, state.hooks, state.autocast) == ([], [], "")
-
-
-# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 def network() -> nn.Sequential:

@@ -22,8 +22,6 @@ from eagle31_hf.serving.app import logger
 from eagle31_hf.texts.chats import encode_chat
 from loopback import HTTP, MESSAGES, MODEL, QUESTION, SIZES, chat, error_of, serving
 
-# --- the same text ----------------------------------------------------------------------------------------------------
-
 
 def test_a_chat_is_what_generate_writes(client, pair):
     answer = chat(client)
@@ -84,9 +82,6 @@ def test_penalties_and_biases_change_what_is_written(client, pair):
     assert penalised.choices[0].message.content != pair.tokenizer.decode([token] * 40)
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
 def test_metrics_are_prometheus_and_count(served, client):
     def figures():
         text = HTTP.get(f"{served.url}/metrics").text
@@ -119,9 +114,6 @@ def test_models_and_health(served, client):
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     assert HTTP.get(f"{served.url}/health").json()["model"] == MODEL
-
-
-# --- who may ask ------------------------------------------------------------------------------------------------------
 
 
 def test_unknown_paths_and_methods_get_the_same_shape(served):
@@ -159,8 +151,6 @@ def test_browsers_let_the_pages_ask_that_were_named_and_no_others(pair, served):
     told = HTTP.get(f"{served.url}/v1/models", headers={"origin": named})
     assert "access-control-allow-origin" not in told.headers, "without a name no page may ask"
 
-
-# --- what is written down: a line for each request --------------------------------------------------------------------
 
 SECRET = "hunter2"
 
@@ -213,8 +203,6 @@ def test_a_line_holds_no_line_ends_of_a_clients(served, lines):
     HTTP.post(f"{served.url}/v1/completions", json={"a\nb": 1, "model": MODEL, "prompt": "x"})
     assert [line.count("\n") for line in lines()] == [0, 0, 0]
 
-
-# --- the files that a request passes ----------------------------------------------------------------------------------
 
 FOLDER = Path(eagle31_hf.serving.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "developing" / "architecture.md"

@@ -59,9 +59,6 @@ def llama() -> Any:
     return random_target(CONFIGS["llama"]())
 
 
-# --- hidden states ----------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 @pytest.mark.contract
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3_5_moe_text", "nemotron_h"])
@@ -99,9 +96,6 @@ def test_taps_are_handed_over_once_and_only_while_capturing(llama: Any) -> None:
                 binding.take_aux()
             llama(ids)
     assert not any(binding.taps._caught.values()), "nothing outlives the capture"
-
-
-# --- nothing left behind ----------------------------------------------------------------------------------------------
 
 
 def test_detach_leaves_the_target_as_it_was(llama: Any) -> None:
@@ -154,9 +148,6 @@ def test_copies_of_an_attached_target_work_alone(llama: Any) -> None:
         assert torch.equal(out, llama.generate(ids, max_new_tokens=4, do_sample=False))
 
 
-# --- sharing ----------------------------------------------------------------------------------------------------------
-
-
 def test_embedding_and_full_head_are_the_targets_own(llama: Any) -> None:
     drafter = random_drafter(llama, own_lm_head=False)
     assert drafter.embed_tokens is None
@@ -183,9 +174,6 @@ def test_reduced_vocabulary_over_a_shared_head_keeps_the_gathered_rows_only(llam
     assert torch.equal(rows, llama.lm_head.weight[ids])
     drafter.detach()
     assert binding.draft_head is None
-
-
-# --- what does not fit ------------------------------------------------------------------------------------------------
 
 
 def refused(target: Any, **overrides: Any) -> str:
@@ -266,8 +254,6 @@ def test_a_compiled_target_is_read_as_it_was_and_stays_one_graph_where_nothing_d
         wanted = torch.cat([shown[index] for index in binding.aux_layers], -1)
         torch.testing.assert_close(binding.take_aux(), wanted)
 
-
-# --- what is found out by trying --------------------------------------------------------------------------------------
 
 NO_DRAFTS: dict[str, Callable[[], Any]] = {
     "sees what comes later, keeps no cache": lambda: hf.BertConfig(**SIZES),

@@ -269,9 +269,6 @@ def test_a_signal_to_one_process_ends_all_behind_the_same_step(tmp_path: Path) -
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
 
 
-# --- the optimiser ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 @pytest.mark.parametrize(("precision", "tolerance"), [(torch.bfloat16, 1e-6), (torch.float32, 0.05)])

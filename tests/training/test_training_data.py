@@ -109,9 +109,6 @@ def learned(tokenizer: Any, conversation: Conversation, **how: bool) -> list[str
     return [tokenizer.decode([t for t, on in zip(ids, mask, strict=True) if on]) for ids, mask in rendered]
 
 
-# --- chats ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("templated", "conversation", "texts"),
     [
@@ -230,9 +227,6 @@ def test_evaluation_prompts_end_with_an_early_user_message(tokenizer: Any) -> No
         evaluation_prompts([Conversation("late", "a", turns[1:2])], tokenizer)
 
 
-# --- base models ------------------------------------------------------------------------------------------------------
-
-
 @with_template("none")
 @pytest.mark.parametrize("form", ["text", "prompt"])
 def test_a_base_model_continues_a_prompt_or_half_of_a_text(
@@ -260,9 +254,6 @@ def test_what_was_left_out_or_learned_apart_is_said(tmp_path: Path, target: Any,
     assert len(documents) == 8
 
 
-# --- vocabulary -------------------------------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=50)
 @given(data=st.data(), vocab_size=st.integers(1, 40))
 def test_vocabulary_keeps_the_most_frequent(data, vocab_size: int) -> None:
@@ -284,9 +275,6 @@ def test_only_supervised_tokens_are_counted() -> None:
         count_supervised([Document("b", [1, 9], [True, True])], 5)
     with pytest.raises(ConfigurationError, match=r"wanted 1\.\.5"):
         build_vocabulary(counts, 6)
-
-
-# --- packed rows ------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=50)

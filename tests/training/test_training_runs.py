@@ -175,8 +175,6 @@ def test_two_processes_write_and_train_as_one(tmp_path: Path) -> None:
     assert (tmp_path / "2" / "data" / "conversations-1.jsonl").exists()
 
 
-# --- stopped from outside, at a bad moment ----------------------------------------------------------------------------
-
 STEPS = 6
 
 
