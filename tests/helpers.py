@@ -248,7 +248,6 @@ class SwitchingPolicy(DraftPolicy):
         self.kinds: set[str] = set()
 
     def next_draft(self, rows: Sequence[int], texts: ReadTexts | None, remaining: int) -> DraftPlan:
-        """Something else."""
         kind = self.dice.choice(("none", "cut", "whole", "chain", "given"))
         self.kinds.add(kind)
         depth = self.dice.randint(1, self.shape.depth)

@@ -99,7 +99,6 @@ class PeakRecord:
 
 
 def measure_peak(run: PeakRun, plan: MemoryPlan, *, dtype: torch.dtype, device: torch.device) -> PeakRecord:
-    """Run one combination under its plan."""
     meter = AllocatorMeter(device) if device.type == "cuda" else StorageMeter()
     target: Any = random_target(run.size, dtype=dtype, device=device, four_bit=run.four_bit)
     meter.loaded(target)
@@ -127,7 +126,6 @@ def write(target: Any, assistant: Any, prompts: dict[str, Tensor]) -> Tensor:
 
 
 def planned_weights(plan: MemoryPlan) -> int:
-    """Bytes of target and drafter."""
     parts = (*PARTS["target"], *PARTS["drafter"])
     return sum(term.num_bytes for term in plan.ledger if term.name.startswith(parts))
 

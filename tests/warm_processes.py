@@ -49,7 +49,6 @@ def finish(process: BaseProcess, timeout: float = 240) -> int | None:
 
 
 def run_command(words: list[str]) -> None:
-    """The command `eagle31` with these words."""
     from eagle31_hf.cli import main
 
     sys.argv = ["eagle31", *words]

@@ -60,7 +60,6 @@ SEEING = {**SEEING_FAMILIES, **SEEING_HYBRIDS}
 
 @cache
 def pair(family: str) -> tuple[Any, Any]:
-    """A target of this family, and an untrained drafter."""
     if family in SEEING:
         model = SEEING[family].model()
     elif family in RECURRENT_FAMILIES:

@@ -12,7 +12,6 @@ from helpers import MODELS, random_target
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of unpacked targets, and of the demo target."""
     folders = {"demo-target": MODELS / "demo-target"}
     for name, config in FAMILIES.items():
         folders[name] = tmp_path_factory.mktemp(name)

@@ -52,7 +52,6 @@ KINDS: dict[str, Callable[[int, int], float]] = {
 
 
 def synthetic(kind: str, length: int = 2000, seed: int = 0) -> DraftTrace:
-    """A trace by its name."""
     return bernoulli(lambda t: KINDS[kind](t, length), length, seed)
 
 

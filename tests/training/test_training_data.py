@@ -93,7 +93,6 @@ LATER = "second thought</think>Ten.<|end|>"
 
 @pytest.fixture
 def templated(tokenizer: Any, request: pytest.FixtureRequest) -> Any:
-    """The tokenizer with one of the templates."""
     tokenizer.chat_template = tokenizer.chat_template if request.param == "its own" else TEMPLATES[request.param]
     return tokenizer
 

@@ -179,7 +179,6 @@ STEPS = 6
 
 
 def words_for(out: Path, *options: str) -> list[str]:
-    """What `eagle31` is told."""
     out.parent.mkdir(exist_ok=True)
     places = ["--prompts", str(write_rows(out.parent)), "--out", str(out)]
     tiny = "--regenerate none --max-length 48 --draft-vocab-size 256 --batch-rows 2 --device cpu --dtype float32"
