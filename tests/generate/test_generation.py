@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31CandidateGenerator, Eagle31Drafter, SpeculationStats
 from eagle31_hf.demo import drafter_path
+from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.generate import hooks
 from eagle31_hf.stats import DraftEvent, RoundClock
 from helpers import (
@@ -187,6 +188,28 @@ def test_what_memory_took_back_and_was_written_again_is_counted_once(monkeypatch
     assert stats.arrivals == [(0.5, 1), (1.5, 8), (2.5, 4), (3.5, 4)]
     assert stats.first_token_s == 0.5
     assert stats.to_dict()["first_token_s"] == 0.5
+
+
+@pytest.mark.parametrize("length", [2, 20])
+def test_the_first_token_waits_for_the_prompt_alone(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter pairs it with the prompt's last position when it drafts; behind the last token it never does."""
+    read, passes = DraftSession.read, list[int]()
+
+    def counted(session: DraftSession, tokens: Tensor, *others: Any) -> Any:
+        passes.append(tokens.shape[1])
+        return read(session, tokens, *others)
+
+    class AtFirst(Shown):
+        def put(self, value: Tensor) -> None:
+            super().put(value)
+            if len(self.blocks) == 2:  # the prompt comes first
+                shown.extend(passes)
+
+    monkeypatch.setattr(DraftSession, "read", counted)
+    inputs, shown = one(), list[int]()
+    write("llama", inputs, assistant_model=drafter_of("llama"), max_new_tokens=length, streamer=AtFirst())
+    assert shown == [inputs["input_ids"].shape[1] - 1]
+    assert (len(passes) > 1) == (length > 2)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle31_hf.drafter.session import DraftSession
+from eagle31_hf.drafter.session import DraftSession, absorbed
 from eagle31_hf.drafting.shape import DraftShape
 from eagle31_hf.loop.pair_caches import PairCaches
 from eagle31_hf.loop.prefill import ChunkedPrefill, PrefillState
@@ -24,7 +24,8 @@ def read_in_chunks(texts: list[list[int]], first: list[list[int]], chunk: int) -
     reading = PrefillState(texts, unread=0, device=torch.device("cpu"))
     with binding.masked_attention():
         ChunkedPrefill(binding, caches.target, caches.drafter).read(reading, chunk)
-    caches.drafter.absorb(*reading.pair(first))
+    assert reading.last_aux is not None
+    caches.drafter.absorb(*absorbed(first, reading.last_aux))
     return caches.drafter
 
 

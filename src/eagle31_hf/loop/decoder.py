@@ -303,8 +303,10 @@ class SpeculativeDecoder:
         written = self._write(accepted.tokens, batch)
         self.stage = Stage.COMMIT
         staying = self.unfinished_rows()
-        if self.caches.drafter is not None and (staying or self.request.carried is not None):
-            self.caches.drafter.absorb(*prompts.pair(written))
+        if staying or self.request.carried is not None:
+            self.round.absorb(written, prompts.last_aux)
+            if self.graphs is not None:
+                self.caches.catch_up()  # at once and by eager code: else a graph would be made for this alone
         self._follow_callers_code()
         self.let_ended_rows_go(staying)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cache.speculative import SpeculativeCache
-from ..drafter.session import DraftSession, absorbed
+from ..drafter.session import DraftSession
 from ..targets.binding import TargetBinding, TargetOutput
 from ..targets.prompt_forward import PromptForward
 
@@ -79,9 +79,11 @@ class PrefillState:
         if aux is not None:
             self._last_aux[row] = aux.clone()
 
-    def pair(self, first: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[int]]:
-        """The last position of each row with its first new token, or without: arguments of `DraftSession.absorb`."""
-        return absorbed(first, torch.stack([self._last_aux[row] for row in range(len(first))])[:, None])
+    @property
+    def last_aux(self) -> Tensor | None:
+        """Hidden states `(B, 1, A*Ht)` of each row's last position, which waits for its first new token; `None` without
+        a drafter."""
+        return torch.stack([each for _, each in sorted(self._last_aux.items())])[:, None] if self._last_aux else None
 
 
 DECODED_CHUNK = 8
@@ -138,7 +140,7 @@ class ChunkedPrefill:
     def _join(self, reading: PrefillState, start: int, counts: Sequence[int], aux: Tensor | None) -> None:
         """The drafter reads `counts` positions of each row from `start` on, whose hidden states are `(B, C, A*Ht)`.
 
-        Position t pairs with token t+1; where that does not exist yet, it waits for it (`PrefillState.pair`).
+        Position t pairs with token t+1; where that does not exist yet, it waits for it (`PrefillState.last_aux`).
         """
         if self.session is None:
             return

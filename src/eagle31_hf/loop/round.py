@@ -188,9 +188,9 @@ class Round:
         if ahead is not None and session is not None:
             session.commit(ahead.state, counts)
         else:
-            self._absorb(written, aux_of_path(accepted.paths, verified.aux, max(counts)))
+            self.absorb(written, aux_of_path(accepted.paths, verified.aux, max(counts)))
 
-    def _absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
+    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
         """Read this at once where drafts are made by graphs, else leave it to the next draft: before a pause that need
         not be soon, at a text's end never."""
         session = self.caches.drafter

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
+from ..drafter.session import absorbed
 from ..drafting.draft_tree import DraftTree
 from ..drafting.plan import DraftPlan
 from ..errors import UnsupportedGenerationError
@@ -171,8 +172,8 @@ class Batch:
             self.drop_reading()
             return event
         text.prompt_end = prompt.end
-        if caches.drafter is not None:
-            caches.drafter.absorb(*prompt.pair([event.tokens]))
+        if caches.drafter is not None and prompt.last_aux is not None:
+            caches.drafter.absorb(*absorbed([event.tokens], prompt.last_aux))
         self._parked.pop(len(self.texts), None)  # its row is written over, even where that fails half-way
         self.caches.join(caches)
         self.texts.append(text)
