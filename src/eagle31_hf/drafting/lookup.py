@@ -84,7 +84,9 @@ class LookupRates:
 
     def reach(self, match: int, length: int) -> list[float]:
         """Chance of each of `length` tokens to be accepted: every right one makes the match longer."""
-        return list(accumulate((self._rate(match + index) for index in range(length)), mul))
+        known = [min(match + index, LONGEST_MATCH) for index in range(length)]
+        rates = [(self._right[n] + n) / (self._tried[n] + n + SHORTEST_MATCH) for n in known]
+        return list(accumulate(rates, mul))
 
     def record(self, match: int, looked_up: Sequence[int], written: Sequence[int]) -> None:
         """Compare a lookup, drafted or not, with what was written."""
@@ -94,10 +96,6 @@ class LookupRates:
             self._tried[known] = self._tried[known] * KEEP + 1.0
             if guess != token:
                 return
-
-    def _rate(self, match: int) -> float:
-        known = min(match, LONGEST_MATCH)
-        return (self._right[known] + known) / (self._tried[known] + known + SHORTEST_MATCH)
 
 
 class RepeatingText:

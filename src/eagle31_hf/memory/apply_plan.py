@@ -44,7 +44,9 @@ def plan_to_apply(requested: MemoryPlan | Literal["auto"], target: PreTrainedMod
         plan = requested
         plan.check_target(target)
     else:
-        plan = plan_memory(target, drafter=drafter, card=card, context=_context_of(target))
+        longest: Any = getattr(target.generation_config, "max_length", None)
+        context = longest if isinstance(longest, int) and longest > 20 else None  # 20 is transformers' own
+        plan = plan_memory(target, drafter=drafter, card=card, context=context)
     require_room(plan, card)
     return plan
 
@@ -92,9 +94,3 @@ def _device_of(target: nn.Module) -> torch.device:
             "memory= out"
         )
     return devices.pop()
-
-
-def _context_of(target: PreTrainedModel) -> int | None:
-    """Tokens of the longest row, where the target's settings say so; 20 is what transformers says of itself."""
-    wanted: Any = getattr(target.generation_config, "max_length", None)
-    return wanted if isinstance(wanted, int) and wanted > 20 else None
