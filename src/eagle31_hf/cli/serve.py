@@ -61,11 +61,13 @@ def serve(
     from ..serving.batch import EngineSettings
     from ..serving.engine import Engine
 
+    planned = pair.plan.settings.prefill_chunk if pair.plan is not None else DEFAULT_PREFILL_CHUNK
+    chunk = min(planned, DEFAULT_PREFILL_CHUNK) if pair.drafter.device.type == "cpu" else planned
     settings = EngineSettings(
         max_rows=max_batch,
         context=_context(pair, asked),
         max_waiting=max_waiting,
-        prefill_chunk=prefill_chunk or _prefill_chunk(pair),
+        prefill_chunk=prefill_chunk or chunk,
     )
     name = model_name or Path(source.target or "eagle31-demo").name
     engine = Engine(pair.drafter, pair.tokenizer, settings)
@@ -171,8 +173,3 @@ def _context(pair: LoadedPair, asked: int | None) -> int:
     if asked and trained and asked > trained:
         raise ConfigurationError(f"got --context {asked}, but {pair.name} was made for texts of {trained} tokens")
     return asked or min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)
-
-
-def _prefill_chunk(pair: LoadedPair) -> int:
-    planned = pair.plan.settings.prefill_chunk if pair.plan is not None else DEFAULT_PREFILL_CHUNK
-    return min(planned, DEFAULT_PREFILL_CHUNK) if pair.drafter.device.type == "cpu" else planned

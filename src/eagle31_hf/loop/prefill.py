@@ -81,8 +81,7 @@ class PrefillState:
 
     @property
     def last_aux(self) -> Tensor | None:
-        """Hidden states `(B, 1, A*Ht)` of each row's last position, which waits for its first new token; `None` without
-        a drafter."""
+        """`(B, 1, A*Ht)` of each row's last position, which waits for its first new token; `None` without a drafter."""
         return torch.stack([each for _, each in sorted(self._last_aux.items())])[:, None] if self._last_aux else None
 
 

@@ -118,7 +118,7 @@ class Batch:
 
     def begin(self, text: ServedText) -> None:
         """Start to read a prompt, from where a row that begins alike ends."""
-        self.reading, request = text, text.request
+        self.reading, request, device = text, text.request, self.binding.input_device
         text.writer = Writer(self.tokenizer, request)
         text.chooser = choose_as_generate(self.binding.model, request, device=self.binding.head_device)
         self.caches.catch_up()  # a drafter that rests is behind the rows that could be resumed from
@@ -128,11 +128,10 @@ class Batch:
         if length:
             self.caches.resume(self.prompt_caches, place, length, min(length, len(request.prompt) - 1))
         if end is not None:
-            self._prompt = PrefillState.at_end(end, self.binding.input_device)
+            self._prompt = PrefillState.at_end(end, device)
             return
         on_logits = None if request.prompt_logprobs is None else partial(_note_logprobs, text)
-        rest, device = request.prompt[length:], self.binding.input_device
-        self._prompt = PrefillState([rest], unread=0, device=device, on_logits=on_logits)
+        self._prompt = PrefillState([request.prompt[length:]], unread=0, device=device, on_logits=on_logits)
 
     @property
     def to_read(self) -> int:
