@@ -170,9 +170,9 @@ class Batch:
         if event.error:
             self.drop_reading()
             return event
-        text.prompt_end = prompt.end
-        if caches.drafter is not None and prompt.last_aux is not None:
-            caches.drafter.absorb(*absorbed([event.tokens], prompt.last_aux))
+        text.prompt_end = end = prompt.end
+        if caches.drafter is not None and end.aux is not None:
+            caches.drafter.absorb(*absorbed([event.tokens], end.aux[None, None]))
         self._parked.pop(len(self.texts), None)  # its row is written over, even where that fails half-way
         self.caches.join(caches)
         self.texts.append(text)
